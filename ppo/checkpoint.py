@@ -1,0 +1,52 @@
+"""Run folders: one for each run, with the models that trained."""
+
+from __future__ import annotations
+
+import shlex
+from datetime import datetime
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo.config import Config, InputError, to_yaml
+from ppo.models import Critic
+
+
+def new_run_dir(config: Config) -> Path:
+    """Make `OUTPUT_DIR/YYYYmmdd-HHMMSS`, numbered if it exists, holding the resolved config."""
+    base = Path(config.output_dir) / datetime.now().strftime("%Y%m%d-%H%M%S")
+    run_dir, number = base, 1
+    while True:
+        try:
+            run_dir.mkdir(parents=True)
+            break
+        except FileExistsError:
+            number += 1
+            run_dir = base.with_name(f"{base.name}-{number}")
+        except OSError as error:
+            raise InputError(f"output_dir: cannot make {run_dir}: {error.strerror}") from None
+    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    return run_dir
+
+
+def save_models(
+    run_dir: Path, actor: PreTrainedModel, critic: Critic, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write `actor/` and `critic/`, each whole before it takes the place of an older one."""
+    for name, model in (("actor", actor), ("critic", critic)):
+        partial = run_dir / f".{name}.partial"
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        target = run_dir / name
+        if target.exists():
+            target.rename(run_dir / f"{name}.previous")
+        partial.rename(target)
+
+
+def go_on_command(run_dir: Path, steps: int) -> str:
+    """The command that trains on from the saved actor and critic (fresh optimisers)."""
+    config, actor, critic = (run_dir / name for name in ("config.yaml", "actor", "critic"))
+    train = ["python", "-m", "ppo.train", "--config"]
+    return shlex.join(
+        [*train, str(config), "--actor", str(actor), "--critic", str(critic), "--steps", str(steps)]
+    )

@@ -1,0 +1,149 @@
+"""The update phase: clipped PPO steps over minibatches of one rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from ppo.batch import Minibatch, split
+from ppo.config import OptimConfig, PPOConfig
+from ppo.forward import response_logprobs, response_logprobs_and_entropy, response_values
+from ppo_kernels import PPOLoss, ppo_loss, token_weights
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A model that trains, with its optimiser."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+
+def make_optimizer(model: nn.Module, learning_rate: float, optim: OptimConfig) -> Optimizer:
+    """AdamW over what trains; ε = 1e-5 as in the reference PPO implementations."""
+    return AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=learning_rate,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+    )
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """What one optimiser step saw, over the whole minibatch."""
+
+    loss: PPOLoss
+    actor_grad_norm: Tensor
+    critic_grad_norm: Tensor
+
+
+def update(
+    actor: Learner,
+    critic: Learner,
+    batch: Minibatch,
+    ppo: PPOConfig,
+    *,
+    temperature: float,
+    max_grad_norm: float,
+    generator: torch.Generator,
+    accelerator: Accelerator,
+    impl: str,
+) -> Iterator[UpdateStats]:
+    """Take `ppo_epochs` x `num_minibatches` optimiser steps, yielding the figures of each."""
+    for _ in range(ppo.ppo_epochs):
+        for minibatch in batch.shuffled(ppo.num_minibatches, generator):
+            weights = token_weights(minibatch.response_mask, ppo.loss_agg_mode)
+            parts = []
+            for rows, micro in split(minibatch, ppo.micro_batch_size):
+                loss, part = _loss(
+                    actor.model, critic.model, micro, weights[rows], ppo, temperature, impl
+                )
+                accelerator.backward(loss)
+                parts.append(part)
+            yield UpdateStats(
+                loss=add_up(parts),
+                actor_grad_norm=_step(actor, max_grad_norm, accelerator),
+                critic_grad_norm=_step(critic, max_grad_norm, accelerator),
+            )
+
+
+def _loss(
+    actor: nn.Module,
+    critic: nn.Module,
+    micro: Minibatch,
+    weights: Tensor,
+    ppo: PPOConfig,
+    temperature: float,
+    impl: str,
+) -> tuple[Tensor, PPOLoss]:
+    """L = L_policy + c_vf·L_value − c_H·Σ w·H of one micro-batch."""
+    entropy_loss: Tensor | float = 0.0
+    if ppo.entropy_coef:
+        logprobs, entropy = response_logprobs_and_entropy(
+            actor, micro, temperature=temperature, impl=impl
+        )
+        entropy_loss = -ppo.entropy_coef * (weights * entropy).sum()
+    else:
+        logprobs = response_logprobs(actor, micro, temperature=temperature, impl=impl)
+    parts = ppo_loss(
+        logprobs,
+        micro.old_logprobs,
+        micro.advantages,
+        response_values(critic, micro),
+        micro.old_values,
+        micro.returns,
+        weights,
+        cliprange=ppo.cliprange,
+        cliprange_high=ppo.cliprange_high,
+        dual_clip=ppo.dual_clip,
+        cliprange_value=ppo.cliprange_value,
+        vf_coef=ppo.vf_coef,
+        impl=impl,
+    )
+    return parts.loss + entropy_loss, parts
+
+
+def _step(learner: Learner, max_grad_norm: float, accelerator: Accelerator) -> Tensor:
+    norm = accelerator.clip_grad_norm_(learner.model.parameters(), max_grad_norm)
+    learner.optimizer.step()
+    learner.optimizer.zero_grad(set_to_none=True)
+    return torch.as_tensor(norm)
+
+
+def add_up(parts: list[PPOLoss]) -> PPOLoss:
+    """Losses of micro-batches add (their weights sum to 1 over the minibatch); token means combine
+    by token count, and variances by Chan's rule."""
+    policies, values = [part.policy for part in parts], [part.value for part in parts]
+    count = torch.stack([policy.count for policy in policies])
+    share = count / count.sum().clamp(min=1)
+
+    def mean(figures: list[Tensor]) -> Tensor:
+        return (torch.stack(figures) * share).sum()
+
+    ratio_mean = mean([policy.ratio_mean for policy in policies])
+    ratio_var = mean(
+        [policy.ratio_var + (policy.ratio_mean - ratio_mean).square() for policy in policies]
+    )
+    return PPOLoss(
+        loss=torch.stack([part.loss.detach() for part in parts]).sum(),
+        policy=policies[0]._replace(
+            loss=torch.stack([policy.loss for policy in policies]).sum(),
+            clipfrac=mean([policy.clipfrac for policy in policies]),
+            approx_kl=mean([policy.approx_kl for policy in policies]),
+            ratio_mean=ratio_mean,
+            ratio_var=ratio_var,
+            count=count.sum(),
+        ),
+        value=values[0]._replace(
+            loss=torch.stack([value.loss for value in values]).sum(),
+            clipfrac=mean([value.clipfrac for value in values]),
+            count=count.sum(),
+        ),
+    )

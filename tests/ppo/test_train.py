@@ -1,0 +1,151 @@
+"""The command line on tiny models: what a person sees, what a run leaves, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ppo.train import main
+
+Flags = Callable[..., list[str]]
+
+
+@pytest.fixture
+def flags(folders: dict[str, str], tmp_path: Path) -> Flags:
+    """The flags of a short run on the tiny models, with changes."""
+
+    def build(**changes: object) -> list[str]:
+        settings: dict[str, object] = {
+            **folders,
+            "output_dir": tmp_path / "runs",
+            "steps": 2,
+            "rollout.batch_size": 4,
+            "rollout.max_new_tokens": 5,
+        }
+        settings |= {key.replace("__", "."): value for key, value in changes.items()}
+        return [f"--{key}={value}" for key, value in settings.items()]
+
+    return build
+
+
+def only_run(tmp_path: Path) -> Path:
+    (run,) = (tmp_path / "runs").iterdir()
+    return run
+
+
+def test_a_run_leaves_config_metrics_actor_and_report(flags: Flags, tmp_path: Path) -> None:
+    assert main(flags(eval_prompts=tmp_path / "prompts.jsonl")) == 0
+    run = only_run(tmp_path)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1]
+    assert lines[0]["objective/kl"] == pytest.approx(0.0, abs=1e-4)
+    assert lines[1]["objective/kl"] != 0.0
+    assert lines[0]["episode"] == 4
+    assert {path.name for path in run.iterdir()} >= {
+        "actor",
+        "critic",
+        "config.yaml",
+        "curves.png",
+        "report.html",
+    }
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+    trained = AutoModelForCausalLM.from_pretrained(run / "actor")
+    assert len(AutoTokenizer.from_pretrained(run / "actor")) == 64
+    moved = [
+        not torch.equal(a, b) for a, b in zip(start.parameters(), trained.parameters(), strict=True)
+    ]
+    assert all(moved)
+
+
+def test_a_seed_fixes_everything(flags: Flags, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert main(flags(output_dir=tmp_path / name)) == 0
+    runs = [next((tmp_path / name).iterdir()) for name in ("a", "b")]
+    found, again = (
+        [
+            {key: v for key, v in json.loads(line).items() if not key.startswith(("time", "perf"))}
+            for line in (run / "metrics.jsonl").read_text().splitlines()
+        ]
+        for run in runs
+    )
+    assert found == again
+
+
+def test_the_saved_models_train_on(
+    flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(steps=1)) == 0
+    run = only_run(tmp_path)
+    command = f"--config {run}/config.yaml --actor {run}/actor --critic {run}/critic --steps 1"
+    assert command in " ".join(capsys.readouterr().out.split())
+    assert main([*command.split(), "--output-dir", str(tmp_path / "more")]) == 0
+    (more,) = (tmp_path / "more").iterdir()
+    (line,) = (more / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["objective/kl"] != 0.0  # the reference is still the first actor
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"prompt_column": "text"}, "text"),
+        ({"actor": "./nowhere"}, "actor: no such folder: ./nowhere"),
+        ({"ppo.cliprnage": 0.1}, "ppo.cliprange"),
+        ({"ppo.gamma": "high"}, "ppo.gamma"),
+        ({"ppo.num_minibatches": 9}, "num_minibatches"),
+        ({"rollout.max_prompt_tokens": 2}, "limit"),
+        ({"judge": "no_such:thing"}, "judge"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    flags: Flags,
+    changes: dict[str, object],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    assert main(flags(**changes)) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_long_prompts_are_counted_when_dropped(
+    flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "w5 w5 w5 w5 w5 w5 w5 w5 w5"}\n')
+    settings = {"rollout.max_prompt_tokens": 6, "rollout.long_prompts": "drop", "steps": 1}
+    assert main(flags(**settings)) == 0
+    assert "1 prompts left out: longer than 6 tokens" in capsys.readouterr().out
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(flags: Flags, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ppo.train", *flags(steps=100000, threads=1)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    )
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "runs").glob("*/metrics.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    run = only_run(tmp_path)
+    assert f"--actor {run}/actor" in " ".join(out.split())
+    AutoModelForCausalLM.from_pretrained(run / "actor")
+    assert (run / "report.html").is_file()

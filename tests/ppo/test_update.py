@@ -1,0 +1,158 @@
+"""The update: ratio 1 at the start, and steps equal to a calculation written from the papers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ppo.batch import Minibatch
+from ppo.config import OptimConfig, PPOConfig
+from ppo.forward import response_logprobs
+from ppo.models import Critic
+from ppo.update import Learner, UpdateStats, make_optimizer, update
+
+
+def make_critic(actor: PreTrainedModel) -> Critic:
+    torch.manual_seed(3)
+    return Critic(copy.deepcopy(actor.base_model), nn.Linear(32, 1))
+
+
+def make_batch(actor: PreTrainedModel, rows: int = 6, prompt: int = 4, width: int = 5) -> Minibatch:
+    """Random tokens, ragged on both sides, with the actor's own log-probs as the old ones."""
+    g = torch.Generator().manual_seed(7)
+    starts = torch.randint(0, prompt, (rows, 1), generator=g)
+    lengths = torch.randint(1, width + 1, (rows, 1), generator=g)
+    prompt_mask, response_mask = torch.arange(prompt) >= starts, torch.arange(width) < lengths
+    tokens = torch.randint(3, 64, (rows, prompt + width), generator=g)
+    figures = torch.randn(3, rows, width, generator=g) * response_mask
+    batch = Minibatch(
+        prompts=tokens[:, :prompt] * prompt_mask,
+        prompt_mask=prompt_mask,
+        responses=tokens[:, prompt:] * response_mask,
+        response_mask=response_mask,
+        old_logprobs=figures[0],
+        old_values=figures[0],
+        advantages=figures[1],
+        returns=figures[2],
+    )
+    with torch.no_grad():
+        logprobs = response_logprobs(actor, batch, temperature=1.0, impl="torch")
+    return replace(batch, old_logprobs=logprobs)
+
+
+def run(
+    actor: PreTrainedModel, critic: Critic, batch: Minibatch, ppo: PPOConfig, seed: int = 0
+) -> list[UpdateStats]:
+    optim = OptimConfig(actor_lr=1e-2, critic_lr=1e-2, max_grad_norm=0.5)
+    learners = [Learner(model, make_optimizer(model, 1e-2, optim)) for model in (actor, critic)]
+    how = {"temperature": 1.0, "max_grad_norm": 0.5, "accelerator": Accelerator(), "impl": "torch"}
+    generator = torch.Generator().manual_seed(seed)
+    return list(update(*learners, batch, ppo, generator=generator, **how))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_first_ratio_is_one(name: str, request: pytest.FixtureRequest) -> None:
+    actor = request.getfixturevalue(name)
+    batch = make_batch(actor)
+    minibatch = next(batch.shuffled(2, torch.Generator().manual_seed(0)))
+    logprobs = response_logprobs(actor, minibatch, temperature=1.0, impl="torch")
+    assert ((logprobs - minibatch.old_logprobs).exp() - 1).abs().max() < 1e-5
+    first = run(actor, make_critic(actor), batch, PPOConfig())[0]
+    assert abs(float(first.loss.policy.ratio_mean) - 1) < 1e-5
+    assert float(first.loss.policy.clipfrac) == 0.0
+
+
+def expected_losses(actor: nn.Module, critic: Critic, batch: Minibatch) -> tuple[Tensor, Tensor]:
+    """Token means of the clipped losses, row by row and token by token, from Schulman et al."""
+    policy, value, count = torch.zeros(()), torch.zeros(()), 0
+    for b in range(len(batch)):
+        prompt = batch.prompts[b][batch.prompt_mask[b]]
+        response = batch.responses[b][batch.response_mask[b]]
+        ids = torch.cat([prompt, response])[None]
+        log_p = actor(input_ids=ids).logits[0].log_softmax(-1)
+        values = critic(input_ids=ids)[0]
+        for t, token in enumerate(response):
+            at = len(prompt) - 1 + t
+            ratio = (log_p[at, token] - batch.old_logprobs[b, t]).exp()
+            advantage, target = batch.advantages[b, t], batch.returns[b, t]
+            policy = policy - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            old = batch.old_values[b, t]
+            clipped = old + (values[at] - old).clamp(-0.2, 0.2)
+            errors = torch.stack([(values[at] - target) ** 2, (clipped - target) ** 2])
+            value = value + 0.5 * errors.max()
+            count += 1
+    return policy / count, value / count
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 4])
+def test_two_steps_equal_a_calculation_by_hand(
+    llama: PreTrainedModel, micro_batch_size: int | None
+) -> None:
+    actor, critic, batch = llama, make_critic(llama), make_batch(llama)
+    by_hand = [copy.deepcopy(actor), copy.deepcopy(critic)]
+    adams = [
+        torch.optim.AdamW(m.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
+        for m in by_hand
+    ]
+    settings = PPOConfig(ppo_epochs=2, num_minibatches=1, vf_coef=0.5)
+    stats = run(actor, critic, batch, replace(settings, micro_batch_size=micro_batch_size))
+    for step in range(2):
+        policy, value = expected_losses(*by_hand, batch)
+        (policy + 0.5 * value).backward()
+        for model, adam in zip(by_hand, adams, strict=True):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            adam.step()
+            adam.zero_grad()
+        assert float(stats[step].loss.policy.loss) == pytest.approx(policy.item(), abs=1e-5)
+        assert float(stats[step].loss.value.loss) == pytest.approx(value.item(), abs=1e-5)
+    for found, expected in zip((actor, critic), by_hand, strict=True):
+        for a, b in zip(found.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+def test_micro_batches_change_nothing(
+    llama: PreTrainedModel, mode: str, entropy_coef: float
+) -> None:
+    batch, figures = make_batch(llama), []
+    batch = replace(batch, old_logprobs=batch.old_logprobs + 0.3)  # so that clipping binds
+    for size in (None, 1, 4):
+        actor, critic = copy.deepcopy(llama), make_critic(llama)
+        ppo = PPOConfig(
+            ppo_epochs=1, loss_agg_mode=mode, entropy_coef=entropy_coef, micro_batch_size=size
+        )
+        last = run(actor, critic, batch, ppo)[-1]
+        policy, value = last.loss.policy, last.loss.value
+        figures.append(torch.stack([*policy, *value, last.actor_grad_norm, last.critic_grad_norm]))
+    torch.testing.assert_close(figures[0], figures[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(figures[0], figures[2], atol=1e-5, rtol=1e-5)
+
+
+def test_every_row_is_in_one_minibatch_of_each_epoch(llama: PreTrainedModel) -> None:
+    batch = make_batch(llama)
+    parts = list(batch.shuffled(3, torch.Generator().manual_seed(1)))
+    assert [len(part) for part in parts] == [2, 2, 2]
+    seen = torch.cat([part.returns[:, 0] for part in parts]).sort().values
+    assert torch.equal(seen, batch.returns[:, 0].sort().values)
+
+
+def test_the_number_of_steps_is_epochs_times_minibatches(llama: PreTrainedModel) -> None:
+    ppo = PPOConfig(ppo_epochs=3, num_minibatches=2)
+    assert len(run(llama, make_critic(llama), make_batch(llama), ppo)) == 6
+
+
+def test_gradients_are_clipped(llama: PreTrainedModel) -> None:
+    batch = make_batch(llama)
+    before = [parameter.clone() for parameter in llama.parameters()]
+    huge = replace(batch, advantages=batch.advantages * 1e4)
+    stats = run(llama, make_critic(llama), huge, PPOConfig(ppo_epochs=1, num_minibatches=1))
+    assert float(stats[0].actor_grad_norm) > 100
+    moved = max((a - b).abs().max().item() for a, b in zip(llama.parameters(), before, strict=True))
+    assert 0 < moved <= 1.01e-2  # one Adam step of lr 1e-2
