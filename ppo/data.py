@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -87,9 +87,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[li
     return rows
 
 
-def prompt_batches(
-    count_prompts: int, batch_size: int, seed: int, start: int = 0
-) -> Iterator[list[int]]:
+def prompt_batches(count: int, batch_size: int, seed: int, start: int = 0) -> Iterator[list[int]]:
     """Return an endless iterator over batches of prompt indices.
 
     Position n of the stream is entry n mod count of the permutation of epoch n // count, drawn
@@ -97,7 +95,7 @@ def prompt_batches(
     span the end of an epoch), and batch `start` is found again without replaying those before it.
 
     Args:
-        count_prompts: how many prompts there are, >= 1.
+        count: how many prompts there are, >= 1.
         batch_size: indices in each batch, >= 1; may exceed the number of prompts.
         seed: of the permutations.
         start: number of the first batch returned.
@@ -106,16 +104,16 @@ def prompt_batches(
         ValueError: a count or size below 1, a start below 0.
     """
     for name, number, least in (
-        ("count_prompts", count_prompts, 1),
+        ("count", count, 1),
         ("batch_size", batch_size, 1),
         ("start", start, 0),
     ):
         if number < least:
             raise ValueError(f"{name} must be at least {least}, got {number}")
-    epoch, offset = divmod(start * batch_size, count_prompts)
-    epochs = (_permutation(count_prompts, seed, number) for number in count(epoch))
-    stream = islice(chain.from_iterable(epochs), offset, None)
-    return iter(lambda: list(islice(stream, batch_size)), [])  # a batch is never []
+    epoch, offset = divmod(start * batch_size, count)
+    epochs = (_permutation(count, seed, number) for number in itertools.count(epoch))
+    stream = itertools.islice(itertools.chain.from_iterable(epochs), offset, None)
+    return iter(lambda: list(itertools.islice(stream, batch_size)), [])  # a batch is never []
 
 
 def _permutation(size: int, seed: int, epoch: int) -> list[int]:

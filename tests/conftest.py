@@ -1,7 +1,9 @@
 """What all tests share: one thread, one seed, and the implementations that run on this machine."""
 
 import os
+import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,4 +22,10 @@ def _seed():
 @pytest.fixture(params=IMPLS)
 def impl(request):
     """An implementation of the operators; every one has to pass the test."""
-    return request.param
+    if request.param != "triton":
+        yield request.param
+        return
+    # Under the interpreter NumPy warns of infinities and NaN that a GPU takes without a word.
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
+        yield request.param

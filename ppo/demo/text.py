@@ -69,14 +69,14 @@ def write_response(kind: str, rng: random.Random) -> str:
     own = KINDS[kind]
     first = _clause_mood(mood, rng)
     sentence = _pick(own.verdicts if rng.random() < 0.6 else VERDICTS, first, rng)
-    if rng.random() < 0.4:
+    if rng.random() < 0.5:
         second = _clause_mood(mood, rng)
         joint = "but" if {first, second} == {"positive", "negative"} else "and"
         sentence += f", {joint} {rng.choice(own.parts)} {_pick(VERDICTS, second, rng)}"
     sentences = [f"{sentence}."]
-    if rng.random() < 0.35:
+    if rng.random() < 0.5:
         sentences.append(_pick(own.events, _clause_mood(mood, rng), rng))
-    for _ in range(rng.choices((0, 1, 2), (0.35, 0.45, 0.2))[0]):
+    for _ in range(rng.choices((0, 1, 2), (0.2, 0.4, 0.4))[0]):
         closing = _pick(CLOSINGS, _clause_mood(mood, rng), rng)
         if closing not in sentences:
             sentences.append(closing)

@@ -195,14 +195,14 @@ def test_permutations_are_even() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"count_prompts": 0}, "count_prompts must be at least 1, got 0"),
+        ({"count": 0}, "count must be at least 1, got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"start": -1}, "start must be at least 0, got -1"),
     ],
 )
 def test_sizes_are_checked_before_the_first_batch(changes: dict[str, int], line: str) -> None:
     with pytest.raises(ValueError, match=f"^{line}$"):
-        prompt_batches(**{"count_prompts": 4, "batch_size": 2, "seed": 0, "start": 0, **changes})
+        prompt_batches(**{"count": 4, "batch_size": 2, "seed": 0, "start": 0, **changes})
 
 
 def test_rows_are_padded_on_the_left() -> None:
