@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ppo.config import Config, InputError
+from ppo.policy import Policy
 
 VALUE_HEAD = "value_head.safetensors"
 
@@ -55,9 +56,9 @@ class Critic(nn.Module):
 class Models:
     """Actor and critic train; reference and reward model are frozen."""
 
-    actor: PreTrainedModel
+    actor: Policy
     critic: Critic
-    ref: PreTrainedModel
+    ref: Policy
     reward_model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     reward_tokenizer: PreTrainedTokenizerBase
@@ -77,7 +78,8 @@ class Models:
     @property
     def eos_ids(self) -> list[int]:
         """Every id that ends a response: the tokenizer's and the model's own list."""
-        own = self.actor.generation_config.eos_token_id if self.actor.generation_config else None
+        sampling = self.actor.model.generation_config
+        own = sampling.eos_token_id if sampling else None
         ids = [self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
         return sorted({int(id_) for id_ in ids if id_ is not None})
 
@@ -104,9 +106,11 @@ def load_models(config: Config) -> Models:
     critic_source = config.critic or _default_critic(config, configs, tokenizer, reward_tokenizer)
     dtype = getattr(torch, config.dtype)
     models = Models(
-        actor=_load(AutoModelForCausalLM, "actor", config.actor, dtype=dtype),
+        actor=Policy(_load(AutoModelForCausalLM, "actor", config.actor, dtype=dtype)),
         critic=load_critic(critic_source, dtype),
-        ref=_load(AutoModelForCausalLM, "ref", ref_source, dtype=dtype).requires_grad_(False),
+        ref=Policy(_load(AutoModelForCausalLM, "ref", ref_source, dtype=dtype)).requires_grad_(
+            False
+        ),
         reward_model=_load(
             AutoModelForSequenceClassification, "reward_model", config.reward_model, dtype=dtype
         ).requires_grad_(False),

@@ -112,6 +112,10 @@ class Report:
         write_summary(self.run_dir, self.summary)
         self.printer.models(rows)
 
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self.printer.line(text)
+
     def dropped(self, count: int, limit: int) -> None:
         """Say how many prompts were too long to be used; nothing if none was."""
         if count:

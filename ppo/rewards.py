@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo.config import InputError
 from ppo.data import left_pad
-from ppo.forward import position_ids
+from ppo.policy import position_ids
 
 Judge = Callable[[list[str], list[str]], Sequence[float]]
 

@@ -52,7 +52,7 @@ class Trainer:
         """Sample a response for each prompt."""
         prompts, prompt_mask = left_pad(rows, self.models.pad_id)
         return generate(
-            self.models.actor,
+            self.models.actor.model,
             prompts.to(self.accelerator.device),
             prompt_mask.to(self.accelerator.device),
             max_new_tokens=self.config.rollout.max_new_tokens,
@@ -235,9 +235,9 @@ def name_models(config: Config) -> Config:
 def model_rows(config: Config, models: Models) -> list[ModelRow]:
     """Who is who: role, source, architecture, size, and whether it trains."""
     roles = (
-        ("actor", config.actor, models.actor, True),
+        ("actor", config.actor, models.actor.model, True),
         ("critic", models.critic_source, models.critic.trunk, True),
-        ("reference", config.ref, models.ref, False),
+        ("reference", config.ref, models.ref.model, False),
         ("reward model", config.reward_model, models.reward_model, False),
     )
     return [
@@ -273,6 +273,9 @@ def train(config: Config) -> int:
 
     with Report(run_dir, config.steps) as report:
         report.models(model_rows(config, models))
+        for role, policy in (("actor", models.actor), ("reference", models.ref)):
+            if policy.why_logits:
+                report.note(f"{role}: logits are made in full, because {policy.why_logits}")
         report.dropped(prompts.dropped, config.rollout.max_prompt_tokens)
         step = 0
         try:
@@ -285,10 +288,10 @@ def train(config: Config) -> int:
                     report.samples(step, samples)
             after, samples_after = evaluate(trainer, held_out)
         except KeyboardInterrupt:
-            save_models(run_dir, models.actor, models.critic, models.tokenizer)
+            save_models(run_dir, models.actor.model, models.critic, models.tokenizer)
             report.interrupted(go_on_command(run_dir, max(1, config.steps - step)))
             return 130
-        save_models(run_dir, models.actor, models.critic, models.tokenizer)
+        save_models(run_dir, models.actor.model, models.critic, models.tokenizer)
         summary = {f"{name} before": figure for name, figure in before.items()}
         summary |= {f"{name} after": figure for name, figure in after.items()}
         report.finish(summary, samples_before, samples_after, go_on_command(run_dir, config.steps))

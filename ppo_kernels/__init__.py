@@ -8,6 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 from ppo_kernels.categorical_kl import categorical_kl
 from ppo_kernels.gae import gae
 from ppo_kernels.kl_penalty import kl_penalty
+from ppo_kernels.linear_categorical_kl import linear_categorical_kl
+from ppo_kernels.linear_ppo_loss import linear_ppo_loss
+from ppo_kernels.linear_token_logprobs import (
+    linear_token_logprobs,
+    linear_token_logprobs_and_entropy,
+)
 from ppo_kernels.moments import combine_moments, masked_moments
 from ppo_kernels.outputs import (
     LinearPPOLoss,
@@ -46,6 +52,10 @@ __all__ = [
     "combine_moments",
     "gae",
     "kl_penalty",
+    "linear_categorical_kl",
+    "linear_ppo_loss",
+    "linear_token_logprobs",
+    "linear_token_logprobs_and_entropy",
     "masked_moments",
     "policy_loss",
     "ppo_advantages",

@@ -10,6 +10,7 @@ from ppo.batch import Rollout
 from ppo.data import left_pad
 from ppo.forward import response_logprobs, response_logprobs_and_entropy, response_values
 from ppo.models import Critic
+from ppo.policy import Policy
 
 HOW = {"temperature": 0.7, "impl": "torch"}
 
@@ -29,7 +30,7 @@ def test_logprobs_are_the_models_own(name: str, request: pytest.FixtureRequest) 
     batch = rollout([[5, 6, 7]], [[8, 9, 10]])
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[5, 6, 7, 8, 9, 10]])).logits.double() / 0.7
-        found, entropy = response_logprobs_and_entropy(model, batch, **HOW)
+        found, entropy = response_logprobs_and_entropy(Policy(model), batch, **HOW)
     log_p = logits.log_softmax(-1)[0, 2:5]
     torch.testing.assert_close(found[0].double(), log_p[range(3), [8, 9, 10]], atol=1e-5, rtol=0)
     torch.testing.assert_close(
@@ -46,7 +47,7 @@ def test_left_padding_changes_nothing(name: str, pads: int, request: pytest.Fixt
     plain, padded = (rollout([[5, 6, 7]], [[8, 9]], extra_pads=n) for n in (0, pads))
     with torch.no_grad():
         for forward in (
-            lambda batch: response_logprobs(model, batch, **HOW),
+            lambda batch: response_logprobs(Policy(model), batch, **HOW),
             lambda batch: response_values(critic, batch),
         ):
             torch.testing.assert_close(forward(plain), forward(padded), atol=1e-5, rtol=0)
@@ -55,9 +56,9 @@ def test_left_padding_changes_nothing(name: str, pads: int, request: pytest.Fixt
 def test_a_row_in_a_batch_equals_the_row_alone(gpt2: PreTrainedModel) -> None:
     prompts, responses = [[5, 6], [3, 4, 5, 6, 7]], [[8, 9, 11], [10]]
     with torch.no_grad():
-        together = response_logprobs(gpt2, rollout(prompts, responses), **HOW)
-        first = response_logprobs(gpt2, rollout(prompts[:1], responses[:1]), **HOW)
-        second = response_logprobs(gpt2, rollout(prompts[1:], responses[1:]), **HOW)
+        together = response_logprobs(Policy(gpt2), rollout(prompts, responses), **HOW)
+        first = response_logprobs(Policy(gpt2), rollout(prompts[:1], responses[:1]), **HOW)
+        second = response_logprobs(Policy(gpt2), rollout(prompts[1:], responses[1:]), **HOW)
     torch.testing.assert_close(together[:1], first, atol=1e-5, rtol=0)
     torch.testing.assert_close(together[1:, :1], second, atol=1e-5, rtol=0)
     assert together[1, 1:].tolist() == [0.0, 0.0]
@@ -65,7 +66,7 @@ def test_a_row_in_a_batch_equals_the_row_alone(gpt2: PreTrainedModel) -> None:
 
 def test_gradients_of_logprobs_equal_those_of_log_softmax(llama: PreTrainedModel) -> None:
     batch = rollout([[5, 6, 7]], [[8, 9]])
-    response_logprobs(llama, batch, **HOW).sum().backward()
+    response_logprobs(Policy(llama), batch, **HOW).sum().backward()
     found = {name: p.grad.clone() for name, p in llama.named_parameters()}
     llama.zero_grad()
     logits = llama(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 2:4] / 0.7

@@ -15,6 +15,7 @@ from ppo.batch import Minibatch
 from ppo.config import OptimConfig, PPOConfig
 from ppo.forward import response_logprobs
 from ppo.models import Critic
+from ppo.policy import Policy
 from ppo.update import Learner, UpdateStats, make_optimizer, update
 
 
@@ -42,7 +43,7 @@ def make_batch(actor: PreTrainedModel, rows: int = 6, prompt: int = 4, width: in
         returns=figures[2],
     )
     with torch.no_grad():
-        logprobs = response_logprobs(actor, batch, temperature=1.0, impl="torch")
+        logprobs = response_logprobs(Policy(actor), batch, temperature=1.0, impl="torch")
     return replace(batch, old_logprobs=logprobs)
 
 
@@ -50,7 +51,9 @@ def run(
     actor: PreTrainedModel, critic: Critic, batch: Minibatch, ppo: PPOConfig, seed: int = 0
 ) -> list[UpdateStats]:
     optim = OptimConfig(actor_lr=1e-2, critic_lr=1e-2, max_grad_norm=0.5)
-    learners = [Learner(model, make_optimizer(model, 1e-2, optim)) for model in (actor, critic)]
+    learners = [
+        Learner(model, make_optimizer(model, 1e-2, optim)) for model in (Policy(actor), critic)
+    ]
     how = {"temperature": 1.0, "max_grad_norm": 0.5, "accelerator": Accelerator(), "impl": "torch"}
     generator = torch.Generator().manual_seed(seed)
     return list(update(*learners, batch, ppo, generator=generator, **how))
@@ -61,7 +64,7 @@ def test_the_first_ratio_is_one(name: str, request: pytest.FixtureRequest) -> No
     actor = request.getfixturevalue(name)
     batch = make_batch(actor)
     minibatch = next(batch.shuffled(2, torch.Generator().manual_seed(0)))
-    logprobs = response_logprobs(actor, minibatch, temperature=1.0, impl="torch")
+    logprobs = response_logprobs(Policy(actor), minibatch, temperature=1.0, impl="torch")
     assert ((logprobs - minibatch.old_logprobs).exp() - 1).abs().max() < 1e-5
     first = run(actor, make_critic(actor), batch, PPOConfig())[0]
     assert abs(float(first.loss.policy.ratio_mean) - 1) < 1e-5
