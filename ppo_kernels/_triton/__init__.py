@@ -1,0 +1,1 @@
+"""Triton implementations of the operators; the only folder that imports triton."""
