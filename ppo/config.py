@@ -7,25 +7,22 @@ alike; `__post_init__` checks all three, so an impossible run fails before any m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields
-from functools import cache
-from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, field
+from typing import Any, Literal
 
-T = TypeVar("T")
+from ppo.schema import InputError, check_section, setting, settings_of
 
-
-class InputError(ValueError):
-    """What a person gave does not work. The message is one line, fit to print without traceback."""
-
-    def __init__(self, message: object) -> None:
-        super().__init__(" ".join(str(message).splitlines()))
-
-
-def setting(default: T, meaning: str, interval: str = "") -> T:
-    """Declare a field by its default, its help text and, for numbers, the interval allowed."""
-    return field(default=default, metadata={"meaning": meaning, "interval": interval})
+__all__ = [
+    "Config",
+    "InputError",
+    "OptimConfig",
+    "PPOConfig",
+    "RolloutConfig",
+    "parse_args",
+    "settings",
+    "to_yaml",
+]
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,18 @@ class PPOConfig:
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = setting(
         "k1", "estimator of that KL from the sampled token (Schulman 2020)"
     )
+    kl_controller: Literal["fixed", "proportional", "ppo_paper"] = setting(
+        "fixed", "how beta moves after each rollout (Ziegler et al. 2019; PPO paper, section 4)"
+    )
+    kl_target: float = setting(
+        6.0, "KL that the controller holds, nats summed over a response", "(0, inf)"
+    )
+    kl_horizon: float = setting(
+        10_000.0, "responses in which the proportional controller corrects an error", "(0, inf)"
+    )
+    target_kl: float | None = setting(
+        None, "skip a rollout's further updates once approx_kl passes this; null: never", "(0, inf)"
+    )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", "[0, inf)")
     whiten_advantages: bool = setting(
         True, "scale advantages to mean 0 and variance 1 over the tokens that count"
@@ -69,12 +78,21 @@ class PPOConfig:
     missing_eos_penalty: float = setting(
         1.0, "subtracted from the score of a response without EOS, in reward units", "[0, inf)"
     )
+    score_clip: float | None = setting(
+        None, "scores are clipped to this size, before anything else; null: off", "(0, inf)"
+    )
+    score_normalization: Literal["none", "batch", "running"] = setting(
+        "none", "scale scores to mean 0 and variance 1 over the batch, or over all seen so far"
+    )
+    length_penalty_alpha: float = setting(
+        0.0, "score / length^alpha, with the same loss for negative scores; 0: off", "[0, inf)"
+    )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = setting(
         "token-mean", "how token losses become one loss (names as in verl)"
     )
 
     def __post_init__(self) -> None:
-        _check(self, "ppo.")
+        check_section(self, "ppo.")
 
 
 @dataclass(frozen=True)
@@ -83,8 +101,11 @@ class RolloutConfig:
 
     batch_size: int = setting(64, "prompts sampled in each step", "[1, inf)")
     max_prompt_tokens: int = setting(512, "longest prompt, in tokens with BOS", "[1, inf)")
-    long_prompts: Literal["error", "drop"] = setting(
-        "error", "what happens to longer prompts; they are never cut"
+    long_prompts: Literal["error", "drop", "truncate"] = setting(
+        "error", "what happens to longer prompts; truncate keeps BOS and the last tokens"
+    )
+    continue_assistant: bool = setting(
+        False, "whether a chat prompt may end with the assistant's turn, which is then continued"
     )
     max_new_tokens: int = setting(48, "longest response, in tokens", "[1, inf)")
     temperature: float = setting(
@@ -92,7 +113,7 @@ class RolloutConfig:
     )
 
     def __post_init__(self) -> None:
-        _check(self, "rollout.")
+        check_section(self, "rollout.")
 
 
 @dataclass(frozen=True)
@@ -105,11 +126,16 @@ class OptimConfig:
         (0.9, 0.95), "decay of the first and second moment", "[0, 1)"
     )
     eps: float = setting(1e-5, "epsilon of AdamW (Huang et al. 2022)", "(0, inf)")
+    lr_schedule: Literal["constant", "linear", "cosine"] = setting(
+        "constant", "how the learning rates fall over the run's optimiser steps"
+    )
+    warmup_steps: int = setting(0, "optimiser steps in which the rates rise at first", "[0, inf)")
+    lr_floor: float = setting(0.0, "share of the rates that is left at the end", "[0, 1]")
     weight_decay: float = setting(0.0, "decoupled weight decay", "[0, inf)")
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this 2-norm", "(0, inf)")
 
     def __post_init__(self) -> None:
-        _check(self, "optim.")
+        check_section(self, "optim.")
 
 
 @dataclass(frozen=True)
@@ -127,7 +153,12 @@ class Config:
     prompts: str | None = setting(
         None, "training prompts: .jsonl, .json, .csv, .txt or .parquet file, or dataset id"
     )
-    prompt_column: str = setting("prompt", "column of the prompt files that holds the text")
+    prompt_column: str = setting(
+        "prompt", "column of the prompt files: text or chat messages; chosen: HH-RLHF transcripts"
+    )
+    system_prompt: str | None = setting(
+        None, "system message in front of chat prompts that have none; null: nothing is added"
+    )
     eval_prompts: str | None = setting(
         None, "held-out prompts, sampled before and after; same formats"
     )
@@ -149,9 +180,20 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
-        _check(self, "")
+        check_section(self, "")
         _check_sources(self)
         _check_minibatches(self.rollout.batch_size, self.ppo.num_minibatches)
+        _check_kl_controller(self.ppo, self.rollout.batch_size)
+        if self.optim.warmup_steps > self.optimizer_steps:
+            raise InputError(
+                f"optim.warmup_steps must not exceed the run's {self.optimizer_steps} optimiser "
+                f"steps, got {self.optim.warmup_steps}"
+            )
+
+    @property
+    def optimizer_steps(self) -> int:
+        """How many steps each optimiser takes in the run."""
+        return self.steps * self.ppo.ppo_epochs * self.ppo.num_minibatches
 
 
 def parse_args(argv: Sequence[str]) -> Config:
@@ -161,9 +203,9 @@ def parse_args(argv: Sequence[str]) -> Config:
         InputError: an unknown key, a wrong type, a value out of range, an impossible combination.
         SystemExit: with code 0, after `--help` or `--print-config`.
     """
-    from ppo.command_line import parse  # it imports this file
+    from ppo.command_line import TRAIN, parse  # it imports this file
 
-    return parse(argv)
+    return parse(argv, TRAIN)
 
 
 def to_yaml(config: Config) -> str:
@@ -173,106 +215,9 @@ def to_yaml(config: Config) -> str:
     return dump(asdict(config))
 
 
-@cache
 def settings() -> Mapping[str, tuple[Field[Any], Any]]:
     """Map each dotted key to its field and its type."""
-    return dict(_walk(Config, ""))
-
-
-def expected(key: str) -> str:
-    """Describe the values that a key takes: `a number in [0, 1]`."""
-    declared, hint = settings()[key]
-    return _describe(hint, declared.metadata["interval"])
-
-
-def check_value(key: str, value: object) -> Any:
-    """Return the value in the type of this key's field, or raise InputError."""
-    declared, hint = settings()[key]
-    try:
-        return _convert(value, hint, declared.metadata["interval"])
-    except (ValueError, OverflowError):
-        unquoted = hint in (str, str | None) and isinstance(value, (bool, int, float))
-        raise InputError(
-            f"{key} must be {expected(key)}, got {show(value)}"
-            f"{' (put quotes around it)' if unquoted else ''}"
-        ) from None
-
-
-def show(value: object) -> str:
-    """Write a value as YAML would, cut to a readable length."""
-    words = {None: "null", True: "true", False: "false"}
-    text = words[value] if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _walk(cls: Any, prefix: str) -> Iterator[tuple[str, tuple[Field[Any], Any]]]:
-    hints = get_type_hints(cls)
-    for declared in fields(cls):
-        if declared.metadata:
-            yield prefix + declared.name, (declared, hints[declared.name])
-        else:
-            yield from _walk(hints[declared.name], f"{declared.name}.")
-
-
-def _check(section: Any, prefix: str) -> None:
-    """Check each field and store it in its declared type (1 becomes 1.0, a list a tuple)."""
-    hints = get_type_hints(type(section))
-    for declared in fields(section):
-        value = getattr(section, declared.name)
-        if declared.metadata:
-            # the only way to finish a frozen dataclass
-            object.__setattr__(section, declared.name, check_value(prefix + declared.name, value))
-        elif not isinstance(value, hints[declared.name]):
-            wanted = hints[declared.name].__name__
-            raise InputError(f"{declared.name} must be a {wanted}, got {show(value)}")
-
-
-def _convert(value: Any, hint: Any, interval: str) -> Any:
-    if get_origin(hint) is UnionType:
-        hint, _ = get_args(hint)  # all unions here are `X | None`
-        if value is None:
-            return None
-    if get_origin(hint) is tuple and isinstance(value, (list, tuple)):
-        items = zip(value, get_args(hint), strict=True)
-        return tuple(_convert(item, kind, interval) for item, kind in items)
-    if get_origin(hint) is Literal and isinstance(value, str) and value in get_args(hint):
-        return value
-    if hint is str and isinstance(value, str) and value.strip():
-        return value
-    if hint is bool and isinstance(value, bool):
-        return value
-    numeric = {int: (int,), float: (int, float)}
-    if (
-        isinstance(value, numeric.get(hint, ()))
-        and not isinstance(value, bool)
-        and _inside(value, interval)
-    ):
-        return hint(value)
-    raise ValueError
-
-
-def _inside(number: float, interval: str) -> bool:
-    """Infinite ends are open, so infinities are outside; so is NaN, as no comparison holds."""
-    low, high = (float(end) for end in interval[1:-1].split(","))
-    above = low < number or (low == number and interval[0] == "[")
-    return above and (number < high or (number == high and interval[-1] == "]"))
-
-
-def _describe(hint: Any, interval: str) -> str:
-    if get_origin(hint) is UnionType:
-        return f"{_describe(get_args(hint)[0], interval)} or null"
-    if get_origin(hint) is tuple:
-        return f"two numbers in {interval}, such as [0.9, 0.95]"
-    if get_origin(hint) is Literal:
-        *most, last = get_args(hint)
-        return f"{', '.join(most)} or {last}"
-    noun = {bool: "true or false", str: "text", int: "an integer", float: "a number"}[hint]
-    low, _, high = interval[1:-1].partition(", ")
-    if not interval:
-        return noun
-    if high != "inf":
-        return f"{noun} in {interval}"
-    return f"{noun} {'>=' if interval[0] == '[' else '>'} {low}"
+    return settings_of(Config)
 
 
 def _check_sources(config: Config) -> None:
@@ -295,4 +240,19 @@ def _check_minibatches(batch_size: int, num_minibatches: int) -> None:
         raise InputError(
             f"ppo.num_minibatches must divide rollout.batch_size ({batch_size}), "
             f"got {num_minibatches}; the next smaller that does is {fits}"
+        )
+
+
+def _check_kl_controller(ppo: PPOConfig, batch_size: int) -> None:
+    if ppo.kl_controller == "fixed":
+        return
+    if ppo.kl_coef == 0:
+        raise InputError(
+            f"ppo.kl_coef must be positive for ppo.kl_controller {ppo.kl_controller}, got 0: "
+            "no factor moves it from there"
+        )
+    if ppo.kl_controller == "proportional" and 0.2 * batch_size >= ppo.kl_horizon:
+        raise InputError(
+            f"ppo.kl_horizon must be greater than 0.2 x rollout.batch_size ({0.2 * batch_size:g}), "
+            f"got {ppo.kl_horizon:g}: ppo.kl_coef could turn negative"
         )

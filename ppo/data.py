@@ -4,87 +4,227 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ppo.config import InputError
-from ppo.prompt_files import read_prompts
+from ppo.prompt_files import Content, Message, Prompt, read_prompts
+from ppo.schema import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EncodedPrompts", "encode_prompts", "left_pad", "prompt_batches", "read_prompts"]
+__all__ = [
+    "EncodedPrompts",
+    "encode_contents",
+    "encode_prompts",
+    "left_pad",
+    "prompt_batches",
+    "read_prompts",
+]
+
+
+LongPrompts: TypeAlias = Literal["error", "drop", "truncate"]
 
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Token ids of the prompts that stayed."""
+    """Token ids of the prompts that stayed: what the generator and the training both see."""
 
     rows: list[list[int]]
-    """Ids of each prompt: at most one BOS, first; no EOS at the end; never cut."""
+    """Ids of each prompt: at most one BOS, first; no EOS that the tokenizer appended."""
     kept: list[int]
-    """Index of each of them among the texts given."""
+    """Index of each of them among the prompts given."""
+    extra: list[Mapping[str, Any]]
+    """The other columns of each of them."""
     dropped: int
-    """How many prompts were over the limit."""
+    """How many prompts were over the limit and are left out."""
+    truncated: int
+    """How many prompts were over the limit and have lost their first tokens."""
 
 
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
+    prompts: Sequence[Prompt],
     max_prompt_tokens: int,
-    long_prompts: Literal["error", "drop"],
+    long_prompts: LongPrompts,
     source: str,
+    *,
+    system_prompt: str | None = None,
+    continue_assistant: bool = False,
 ) -> EncodedPrompts:
-    """Encode each prompt with one BOS if the tokenizer has one, and without a closing EOS.
-
-    An EOS at the end would tell the model that nothing follows; tokenizers and templates that add
-    one, or a second BOS, are corrected here. Lengths count BOS. A prompt is never truncated.
+    """Encode each prompt, and see to the long ones.
 
     Args:
         tokenizer: of the actor.
-        texts: the prompts; `read_prompts` gives them with their places for the messages.
-        max_prompt_tokens: longest prompt allowed.
-        long_prompts: "error" refuses a longer one, "drop" leaves it out.
-        source: where the texts are from, for the messages.
+        prompts: text or chat messages; `read_prompts` gives them.
+        max_prompt_tokens: longest prompt allowed, BOS and chat template included.
+        long_prompts: "error" refuses a longer one, "drop" leaves it out, "truncate" keeps BOS and
+            the last tokens.
+        source: where the prompts are from, for the messages.
+        system_prompt: goes in front of chat messages that have none of their own.
+        continue_assistant: whether chat messages may end with the assistant's turn.
 
     Raises:
-        InputError: a prompt is too long ("error"), all are ("drop"), or one has no text and the
-            tokenizer no BOS that could stand for it.
+        InputError: as `encode_contents`; a prompt is too long ("error"), or all are ("drop").
     """
-    if not texts:
+    if not prompts:
         raise InputError(f"{source}: no prompts in it")
-    places = [getattr(text, "place", f"{source}: row {row}") for row, text in enumerate(texts, 1)]
-    rows = _encode(tokenizer, texts)
-    for text, place, row in zip(texts, places, rows, strict=True):
-        if not row or (tokenizer.bos_token_id is None and not text.strip()):
-            raise InputError(f"{place}: empty prompt, and the tokenizer has no BOS to start from")
+    places = [prompt.place or f"{source}: row {row}" for row, prompt in enumerate(prompts, 1)]
+    rows = encode_contents(
+        tokenizer,
+        [prompt.content for prompt in prompts],
+        places,
+        system_prompt=system_prompt,
+        continue_assistant=continue_assistant,
+    )
+    long = [index for index, row in enumerate(rows) if len(row) > max_prompt_tokens]
     kept = [index for index, row in enumerate(rows) if len(row) <= max_prompt_tokens]
-    dropped = len(rows) - len(kept)
-    if dropped and (long_prompts == "error" or not kept):
-        first = next(index for index, row in enumerate(rows) if len(row) > max_prompt_tokens)
+    if long and (long_prompts == "error" or (long_prompts == "drop" and not kept)):
         raise InputError(
-            f"{places[first]}: prompt of {len(rows[first])} tokens is over the limit of "
-            f"{max_prompt_tokens} (rollout.max_prompt_tokens); {dropped} of {len(rows)} prompts are"
-            f"{'; rollout.long_prompts=drop leaves them out' if kept else ''}"
+            f"{places[long[0]]}: prompt of {len(rows[long[0]])} tokens is over the limit of "
+            f"{max_prompt_tokens} (rollout.max_prompt_tokens); {len(long)} of {len(rows)} prompts "
+            f"are{'; rollout.long_prompts=drop leaves them out' if kept else ''}"
         )
-    return EncodedPrompts(rows=[rows[index] for index in kept], kept=kept, dropped=dropped)
+    if long_prompts == "truncate":
+        kept = list(range(len(rows)))
+    return EncodedPrompts(
+        rows=[_last(rows[index], max_prompt_tokens, tokenizer.bos_token_id) for index in kept],
+        kept=kept,
+        extra=[prompts[index].extra for index in kept],
+        dropped=len(rows) - len(kept),
+        truncated=len(long) if long_prompts == "truncate" else 0,
+    )
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def _last(row: list[int], limit: int, bos: int | None) -> list[int]:
+    """The last `limit` tokens, of which the first is BOS where the row starts with it."""
+    if len(row) <= limit:
+        return row
+    start = [bos] if bos is not None and row[0] == bos else []
+    return start + row[len(row) - limit + len(start) :]
+
+
+def encode_contents(
+    tokenizer: PreTrainedTokenizerBase,
+    contents: Sequence[Content],
+    places: Sequence[str],
+    *,
+    system_prompt: str | None = None,
+    continue_assistant: bool = False,
+) -> list[list[int]]:
+    """Encode texts and chat messages as prompts.
+
+    A text gets one BOS if the tokenizer has one, and no closing EOS: an EOS at the end would tell
+    the model that nothing follows, so what a tokenizer adds of it is taken off. Chat messages are
+    rendered by the chat template with the header of the assistant's turn; the template alone says
+    where BOS and EOS stand, and the tokenizer adds none; a second BOS at the start is taken off.
+
+    Args:
+        tokenizer: its chat template renders the messages.
+        contents: text or chat messages.
+        places: of each of them, for the messages of errors.
+        system_prompt: goes in front of chat messages that do not begin with a system message.
+        continue_assistant: messages that end with the assistant's turn are refused without it; with
+            it that turn stays open, without a new header.
+
+    Returns:
+        The token ids of each of them.
+
+    Raises:
+        InputError: an empty text where the tokenizer has no BOS that could stand for it; a system
+            prompt for a text; the assistant's turn last; messages that cannot be rendered.
+    """
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    # verbose=False: no warning about the model's length, which max_prompt_tokens takes care of
-    encoded = tokenizer([str(text) for text in texts], truncation=False, verbose=False)
-    rows = []
-    for ids in encoded["input_ids"]:
-        # EOS first: in GPT-2's vocabulary it is the same token as BOS
-        end = next((i for i in range(len(ids), 0, -1) if ids[i - 1] != eos), 0)
-        start = next((i for i in range(end) if ids[i] != bos), end)
-        rows.append([*([] if bos is None else [bos]), *ids[start:end]])
+    texts: list[str] = []
+    for content, place in zip(contents, places, strict=True):
+        if isinstance(content, str):
+            if system_prompt is not None:
+                raise InputError(f"{place}: system_prompt needs chat messages, got text")
+            texts.append(content)
+        else:
+            messages = _with_system(content, system_prompt)
+            texts.append(render_chat(tokenizer, messages, place, continue_assistant))
+    plain = [isinstance(content, str) for content in contents]
+    rows = _tokenize(tokenizer, texts, plain)
+    for index, (text, place) in enumerate(zip(texts, places, strict=True)):
+        fix = _one_bos if plain[index] else _no_second_bos
+        rows[index] = fix(rows[index], bos, eos)
+        if not rows[index] or (bos is None and not text.strip()):
+            raise InputError(f"{place}: empty prompt, and the tokenizer has no BOS to start from")
     return rows
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: Sequence[bool]
+) -> list[list[int]]:
+    """Tokenise the texts, with the tokenizer's special tokens where `special` says so."""
+    rows: list[list[int]] = [[] for _ in texts]
+    for add in (True, False):
+        which = [index for index, wanted in enumerate(special) if wanted == add]
+        if not which:
+            continue
+        batch = [texts[index] for index in which]
+        # verbose=False: no warning about the model's length, which the caller takes care of
+        encoded = tokenizer(batch, truncation=False, verbose=False, add_special_tokens=add)
+        for index, ids in zip(which, encoded["input_ids"], strict=True):
+            rows[index] = ids
+    return rows
+
+
+def _one_bos(ids: list[int], bos: int | None, eos: int | None) -> list[int]:
+    # EOS first: in GPT-2's vocabulary it is the same token as BOS
+    end = next((i for i in range(len(ids), 0, -1) if ids[i - 1] != eos), 0)
+    start = next((i for i in range(end) if ids[i] != bos), end)
+    return [*([] if bos is None else [bos]), *ids[start:end]]
+
+
+def _no_second_bos(ids: list[int], bos: int | None, eos: int | None) -> list[int]:
+    while bos is not None and ids[:2] == [bos, bos]:
+        ids = ids[1:]
+    return ids
+
+
+def _with_system(messages: Sequence[Message], system_prompt: str | None) -> list[dict[str, Any]]:
+    own = bool(messages) and messages[0]["role"] == "system"
+    added = [{"role": "system", "content": system_prompt}] if system_prompt and not own else []
+    return [*added, *map(dict, messages)]
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    place: str,
+    continue_assistant: bool = False,
+) -> str:
+    """Write messages as text, open for the assistant.
+
+    Raises:
+        InputError: there is no chat template, it refuses the messages, or the assistant speaks
+            last and `continue_assistant` is off.
+    """
+    if not tokenizer.chat_template:
+        raise InputError(f"{place}: chat messages, but the tokenizer has no chat template")
+    open_turn = messages[-1]["role"] == "assistant"
+    if open_turn and not continue_assistant:
+        raise InputError(
+            f"{place}: the last message is the assistant's; "
+            "rollout.continue_assistant=true lets the response continue it"
+        )
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=not open_turn,
+                continue_final_message=open_turn,
+            )
+        )
+    except Exception as error:  # a template is a program: it raises what it likes
+        raise InputError(f"{place}: the chat template refuses the messages: {error}") from None
 
 
 def prompt_batches(count: int, batch_size: int, seed: int, start: int = 0) -> Iterator[list[int]]:

@@ -32,6 +32,7 @@ def rollout_metrics(
     rollout: Rollout,
     *,
     scores: Tensor,
+    shaped_scores: Tensor,
     logprobs: Tensor,
     ref_logprobs: Tensor,
     entropy: Tensor,
@@ -51,7 +52,8 @@ def rollout_metrics(
         "objective/scores": scores.mean(),
         "objective/kl": kl.sum(1).mean(),
         "objective/kl_per_token": masked_mean(kl, mask),
-        "objective/rlhf_reward": scores.mean() + non_score_reward,
+        "objective/shaped_scores": shaped_scores.mean(),
+        "objective/rlhf_reward": shaped_scores.mean() + non_score_reward,
         "objective/non_score_reward": non_score_reward,
         "objective/entropy": -logprobs.sum(1).mean(),
         "policy/entropy_avg": masked_mean(entropy, mask),
@@ -70,7 +72,7 @@ def rollout_metrics(
 
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Means over the optimiser steps of one PPO step."""
+    """Means over the optimiser steps of one PPO step, and how many there were."""
     figures = {
         "policy/approxkl_avg": [u.loss.policy.approx_kl for u in updates],
         "policy/clipfrac_avg": [u.loss.policy.clipfrac for u in updates],
@@ -82,4 +84,5 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "val/ratio_var": [u.loss.policy.ratio_var for u in updates],
         "value/grad_norm": [u.critic_grad_norm for u in updates],
     }
-    return {name: float(torch.stack(each).mean()) for name, each in figures.items()}
+    means = {name: float(torch.stack(each).mean()) for name, each in figures.items() if each}
+    return {**means, "policy/updates": len(updates)}

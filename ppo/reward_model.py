@@ -105,3 +105,11 @@ def rescale_scores(model: Any, scores: Tensor) -> float:
     deviation = float(scores.std())
     model.score.weight /= deviation
     return deviation
+
+
+if __name__ == "__main__":
+    import sys
+
+    from ppo.reward_model_command import main  # it imports this file
+
+    sys.exit(main())

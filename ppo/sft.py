@@ -100,3 +100,11 @@ def _negative_log_likelihood(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
     return total, int(counts.sum())
+
+
+if __name__ == "__main__":
+    import sys
+
+    from ppo.sft_command import main  # it imports this file
+
+    sys.exit(main())

@@ -5,96 +5,23 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor
 
-from ppo.batch import Minibatch, Rollout, split
+from ppo.batch import Minibatch
 from ppo.checkpoint import go_on_command, new_run_dir, save_models
 from ppo.config import Config, InputError, parse_args
-from ppo.data import EncodedPrompts, encode_prompts, left_pad, prompt_batches, read_prompts
+from ppo.data import EncodedPrompts, encode_prompts, prompt_batches, read_prompts
 from ppo.demo.build import build_demo
-from ppo.forward import response_logprobs, response_logprobs_and_entropy, response_values
 from ppo.metrics import rollout_metrics, update_metrics
 from ppo.models import Models, load_models
 from ppo.report import ModelRow, Report, Sample
-from ppo.rewards import Judge, load_function, score_texts, score_tokens
-from ppo.rollout import generate
-from ppo.update import Learner, make_optimizer, update
+from ppo.trainer import Trainer, evaluate, judge_metrics, prepare
+from ppo.update import update
 from ppo_kernels import ppo_advantages, whiten
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """What every step needs: the settings, the models, and where they live."""
-
-    config: Config
-    models: Models
-    actor: Learner
-    critic: Learner
-    accelerator: Accelerator
-    generator: torch.Generator
-    judge: Judge | None
-
-    def decode(self, rows: Tensor, mask: Tensor) -> list[str]:
-        """Texts of the tokens that count."""
-        return [
-            str(self.models.tokenizer.decode(row[keep], skip_special_tokens=True))
-            for row, keep in zip(rows, mask, strict=True)
-        ]
-
-    def rollout(self, rows: list[list[int]]) -> Rollout:
-        """Sample a response for each prompt."""
-        prompts, prompt_mask = left_pad(rows, self.models.pad_id)
-        return generate(
-            self.models.actor.model,
-            prompts.to(self.accelerator.device),
-            prompt_mask.to(self.accelerator.device),
-            max_new_tokens=self.config.rollout.max_new_tokens,
-            temperature=self.config.rollout.temperature,
-            eos_ids=self.models.eos_ids,
-            pad_id=self.models.pad_id,
-        )
-
-    def scores(self, rollout: Rollout) -> tuple[Tensor, list[Sample]]:
-        """What the reward model says, less the penalty of responses that never ended."""
-        prompts = self.decode(rollout.prompts, rollout.prompt_mask)
-        responses = self.decode(rollout.responses, rollout.response_mask)
-        reward_model = self.models.reward_model
-        if self.models.reward_shares_tokenizer:
-            scores = score_tokens(reward_model, rollout.sequences, rollout.attention_mask)
-        else:
-            scores = score_texts(reward_model, self.models.reward_tokenizer, prompts, responses)
-        scores = scores - self.config.ppo.missing_eos_penalty * ~rollout.finished
-        samples = map(Sample, prompts, responses, scores.tolist())
-        return scores, list(samples)
-
-    @torch.no_grad()
-    def look(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Log-probs and entropy of the actor, log-probs of the reference, values of the critic.
-
-        The log-probs come from the forward that trains, not from the sampler's cache, so that the
-        first ratio is 1.
-        """
-        how: dict[str, Any] = {
-            "temperature": self.config.rollout.temperature,
-            "impl": self.config.impl,
-        }
-        parts = [
-            (
-                *response_logprobs_and_entropy(self.actor.model, part, **how),
-                response_logprobs(self.models.ref, part, **how),
-                response_values(self.critic.model, part),
-            )
-            for _, part in split(rollout, self.config.ppo.micro_batch_size)
-        ]
-        logprobs, entropy, ref_logprobs, values = map(torch.cat, zip(*parts, strict=True))
-        return logprobs, entropy, ref_logprobs, values
 
 
 def ppo_step(trainer: Trainer, rows: list[list[int]]) -> tuple[dict[str, float], list[Sample]]:
@@ -105,15 +32,17 @@ def ppo_step(trainer: Trainer, rows: list[list[int]]) -> tuple[dict[str, float],
     clock.append(time.perf_counter())
 
     scores, samples = trainer.scores(rollout)
+    shaped_scores = trainer.shape(scores, rollout)
     logprobs, entropy, ref_logprobs, values = trainer.look(rollout)
     mask = rollout.response_mask
+    kl_coef = trainer.state.kl.kl_coef
     advantages, returns, moments = ppo_advantages(
-        scores,
+        shaped_scores,
         logprobs,
         ref_logprobs,
         values,
         mask,
-        kl_coef=ppo.kl_coef,
+        kl_coef=kl_coef,
         estimator=ppo.kl_estimator,
         gamma=ppo.gamma,
         gae_lambda=ppo.gae_lambda,
@@ -133,6 +62,7 @@ def ppo_step(trainer: Trainer, rows: list[list[int]]) -> tuple[dict[str, float],
         advantages=advantages,
         returns=returns,
     )
+    learning_rate = float(trainer.actor.scheduler.get_last_lr()[0])
     updates = list(
         update(
             trainer.actor,
@@ -152,29 +82,23 @@ def ppo_step(trainer: Trainer, rows: list[list[int]]) -> tuple[dict[str, float],
         **rollout_metrics(
             rollout,
             scores=scores,
+            shaped_scores=shaped_scores,
             logprobs=logprobs,
             ref_logprobs=ref_logprobs,
             entropy=entropy,
             values=values,
             returns=returns,
-            kl_coef=ppo.kl_coef,
+            kl_coef=kl_coef,
             kl_estimator=ppo.kl_estimator,
             eos_ids=trainer.models.eos_ids,
         ),
         **update_metrics(updates),
         **judge_metrics(trainer.judge, samples),
         **phase_seconds(clock, tokens=int(rollout.attention_mask.sum())),
-        "lr": config.optim.actor_lr,
+        "lr": learning_rate,
     }
+    trainer.state.kl = trainer.state.kl.updated(metrics["objective/kl"], len(samples))
     return metrics, samples
-
-
-def judge_metrics(judge: Judge | None, samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean of a judge that the policy never sees: it measures, it does not train."""
-    if judge is None:
-        return {}
-    figures = judge([sample.prompt for sample in samples], [sample.response for sample in samples])
-    return {"objective/judge": sum(figures) / len(figures)}
 
 
 def phase_seconds(clock: Sequence[float], tokens: int) -> dict[str, float]:
@@ -183,33 +107,6 @@ def phase_seconds(clock: Sequence[float], tokens: int) -> dict[str, float]:
     seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(names)}
     total = clock[-1] - clock[0]
     return {**seconds, "time/step": total, "perf/tokens_per_s": tokens / total}
-
-
-def evaluate(trainer: Trainer, rows: list[list[int]]) -> tuple[dict[str, float], list[Sample]]:
-    """Sample held-out prompts and measure them; the training randomness is left as it was."""
-    if not rows:
-        return {}, []
-    with torch.random.fork_rng():
-        torch.manual_seed(trainer.config.seed)
-        scores, samples = trainer.scores(trainer.rollout(rows))
-    return {"score": float(scores.mean()), **judge_metrics(trainer.judge, samples)}, samples
-
-
-def prepare(config: Config, models: Models) -> Trainer:
-    """Put the models on the device and give actor and critic their optimisers."""
-    accelerator = Accelerator()
-    for frozen in (models.ref, models.reward_model):
-        frozen.to(accelerator.device)
-    actor, critic = accelerator.prepare(models.actor, models.critic)
-    return Trainer(
-        config=config,
-        models=models,
-        actor=Learner(actor, make_optimizer(actor, config.optim.actor_lr, config.optim)),
-        critic=Learner(critic, make_optimizer(critic, config.optim.critic_lr, config.optim)),
-        accelerator=accelerator,
-        generator=torch.Generator().manual_seed(config.seed),
-        judge=load_function(config.judge, "judge") if config.judge else None,
-    )
 
 
 def name_models(config: Config) -> Config:
@@ -255,6 +152,8 @@ def load_prompts(config: Config, models: Models, key: str) -> EncodedPrompts:
         config.rollout.max_prompt_tokens,
         config.rollout.long_prompts,
         source,
+        system_prompt=config.system_prompt,
+        continue_assistant=config.rollout.continue_assistant,
     )
 
 
@@ -277,6 +176,11 @@ def train(config: Config) -> int:
             if policy.why_logits:
                 report.note(f"{role}: logits are made in full, because {policy.why_logits}")
         report.dropped(prompts.dropped, config.rollout.max_prompt_tokens)
+        if prompts.truncated:
+            report.note(
+                f"{prompts.truncated} prompts cut to their last "
+                f"{config.rollout.max_prompt_tokens} tokens (rollout.long_prompts truncate)"
+            )
         step = 0
         try:
             before, samples_before = evaluate(trainer, held_out)
@@ -284,12 +188,21 @@ def train(config: Config) -> int:
                 metrics, samples = ppo_step(trainer, [prompts.rows[index] for index in indices])
                 metrics["episode"] = (step + 1) * config.rollout.batch_size
                 report.step(step, metrics)
+                taken = int(metrics["policy/updates"])
+                if taken < config.ppo.ppo_epochs * config.ppo.num_minibatches:
+                    epoch = taken // config.ppo.num_minibatches + 1
+                    report.note(
+                        f"step {step}: updates stopped in epoch {epoch} after {taken} steps, "
+                        f"approx_kl passed {config.ppo.target_kl} (ppo.target_kl)"
+                    )
                 if step % config.sample_every == 0 or step == config.steps - 1:
                     report.samples(step, samples)
             after, samples_after = evaluate(trainer, held_out)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, InputError) as stop:
             save_models(run_dir, models.actor.model, models.critic, models.tokenizer)
             report.interrupted(go_on_command(run_dir, max(1, config.steps - step)))
+            if isinstance(stop, InputError):
+                raise
             return 130
         save_models(run_dir, models.actor.model, models.critic, models.tokenizer)
         summary = {f"{name} before": figure for name, figure in before.items()}

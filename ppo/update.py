@@ -9,10 +9,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ppo.batch import Minibatch, split
 from ppo.config import OptimConfig, PPOConfig
 from ppo.forward import response_logprobs, response_logprobs_and_entropy, response_values
+from ppo.schedule import make_scheduler
 from ppo_kernels import PPOLoss, ppo_loss, token_weights
 
 
@@ -22,17 +24,28 @@ class Learner:
 
     model: nn.Module
     optimizer: Optimizer
+    scheduler: LRScheduler
 
 
-def make_optimizer(model: nn.Module, learning_rate: float, optim: OptimConfig) -> Optimizer:
+def make_learner(
+    model: nn.Module, learning_rate: float, optim: OptimConfig, total_steps: int
+) -> Learner:
     """AdamW over what trains; ε = 1e-5 as in the reference PPO implementations."""
-    return AdamW(
+    optimizer = AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=learning_rate,
         betas=optim.betas,
         eps=optim.eps,
         weight_decay=optim.weight_decay,
     )
+    scheduler = make_scheduler(
+        optimizer,
+        optim.lr_schedule,
+        total_steps,
+        warmup_steps=optim.warmup_steps,
+        floor=optim.lr_floor,
+    )
+    return Learner(model, optimizer, scheduler)
 
 
 @dataclass(frozen=True)
@@ -56,19 +69,28 @@ def update(
     accelerator: Accelerator,
     impl: str,
 ) -> Iterator[UpdateStats]:
-    """Take `ppo_epochs` x `num_minibatches` optimiser steps, yielding the figures of each."""
+    """Take `ppo_epochs` x `num_minibatches` optimiser steps, yielding the figures of each.
+
+    Once the approximate KL of a minibatch is past `target_kl`, this step and all that would follow
+    on this rollout are left out: the policy is too far from the one that sampled it.
+    """
     for _ in range(ppo.ppo_epochs):
         for minibatch in batch.shuffled(ppo.num_minibatches, generator):
             weights = token_weights(minibatch.response_mask, ppo.loss_agg_mode)
             parts = []
             for rows, micro in split(minibatch, ppo.micro_batch_size):
-                loss, part = _loss(
+                micro_loss, part = _loss(
                     actor.model, critic.model, micro, weights[rows], ppo, temperature, impl
                 )
-                accelerator.backward(loss)
+                accelerator.backward(micro_loss)
                 parts.append(part)
+            loss = add_up(parts)
+            if ppo.target_kl is not None and not loss.policy.approx_kl <= ppo.target_kl:
+                for learner in (actor, critic):
+                    learner.optimizer.zero_grad(set_to_none=True)
+                return
             yield UpdateStats(
-                loss=add_up(parts),
+                loss=loss,
                 actor_grad_norm=_step(actor, max_grad_norm, accelerator),
                 critic_grad_norm=_step(critic, max_grad_norm, accelerator),
             )
@@ -113,6 +135,7 @@ def _loss(
 def _step(learner: Learner, max_grad_norm: float, accelerator: Accelerator) -> Tensor:
     norm = accelerator.clip_grad_norm_(learner.model.parameters(), max_grad_norm)
     learner.optimizer.step()
+    learner.scheduler.step()
     learner.optimizer.zero_grad(set_to_none=True)
     return torch.as_tensor(norm)
 

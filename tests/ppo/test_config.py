@@ -144,3 +144,20 @@ def test_settings_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize(
+    ("ppo", "message"),
+    [
+        ({"kl_controller": "ppo_paper", "kl_coef": 0.0}, "ppo.kl_coef must be positive"),
+        ({"kl_controller": "proportional", "kl_horizon": 12.8}, "ppo.kl_horizon must be greater"),
+    ],
+)
+def test_a_controller_that_could_not_work_is_refused(ppo, message):
+    with pytest.raises(InputError, match=message):
+        Config(ppo=PPOConfig(**ppo))
+
+
+def test_a_warm_up_longer_than_the_run_is_refused():
+    with pytest.raises(InputError, match=r"optim.warmup_steps must not exceed the run's 160"):
+        Config(optim=OptimConfig(warmup_steps=161))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ppo.config import InputError
-from ppo.data import encode_prompts, left_pad, prompt_batches, read_prompts
+from ppo.data import EncodedPrompts, encode_prompts, left_pad, prompt_batches, read_prompts
+from ppo.prompt_files import Prompt
 
 Write = Callable[..., str]
 
@@ -48,8 +47,21 @@ def make_tokenizer(template: str = "$A", **special: Any) -> PreTrainedTokenizerF
     return PreTrainedTokenizerFast(tokenizer_object=inner, **names)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, *texts: str, limit: int = 512) -> list[list[int]]:
-    return encode_prompts(tokenizer, texts, limit, "error", "here").rows
+def encode(
+    tokenizer: PreTrainedTokenizerFast, *prompts: str | Prompt, limit: int = 512
+) -> list[list[int]]:
+    return encode_all(tokenizer, prompts, limit).rows
+
+
+def encode_all(
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[Any],
+    limit: int,
+    long_prompts: Any = "error",
+    **how: Any,
+) -> EncodedPrompts:
+    prompts = [prompt if isinstance(prompt, Prompt) else Prompt(prompt) for prompt in prompts]
+    return encode_prompts(tokenizer, prompts, limit, long_prompts, "here", **how)
 
 
 @pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> $A <eos>", "$A <eos>"])
@@ -130,25 +142,132 @@ def test_the_limit_counts_bos() -> None:
 
 def test_long_prompts_are_dropped_and_counted() -> None:
     tokenizer = make_tokenizer(bos_token=None)
-    encoded = encode_prompts(tokenizer, ["w3 w4", "w5", "w6 w7 w8", "w9"], 1, "drop", "here")
+    encoded = encode_all(tokenizer, ["w3 w4", "w5", "w6 w7 w8", "w9"], 1, "drop")
     assert (encoded.rows, encoded.kept, encoded.dropped) == ([[5], [9]], [1, 3], 2)
     with pytest.raises(InputError) as caught:
-        encode_prompts(tokenizer, ["w3 w4"], 1, "drop", "here")
+        encode_all(tokenizer, ["w3 w4"], 1, "drop")
     assert str(caught.value) == (
         "here: row 1: prompt of 2 tokens is over the limit of 1 (rollout.max_prompt_tokens); "
         "1 of 1 prompts are"
     )
 
 
+@pytest.mark.parametrize(
+    ("limit", "bos", "rows"),
+    [
+        (4, None, [[5, 6, 7, 8], [9]]),
+        (3, None, [[6, 7, 8], [9]]),
+        (1, None, [[8], [9]]),
+        (4, "<bos>", [[1, 6, 7, 8], [1, 9]]),
+        (2, "<bos>", [[1, 8], [1, 9]]),
+        (1, "<bos>", [[1], [1]]),
+    ],
+)
+def test_long_prompts_keep_bos_and_their_last_tokens(
+    limit: int, bos: str | None, rows: list[list[int]]
+) -> None:
+    tokenizer = make_tokenizer(bos_token=bos)
+    encoded = encode_all(tokenizer, ["w3 w4 w5 w6 w7 w8", "w9"], limit, "truncate")
+    assert (encoded.rows, encoded.kept, encoded.dropped) == (rows, [0, 1], 0)
+    assert encoded.truncated == (2 if limit == 1 and bos else 1)
+
+
+def test_the_other_columns_stay_with_their_prompts(write: Write) -> None:
+    rows = [{"prompt": "w3 w4", "id": 1}, {"prompt": "w5", "id": 2}]
+    file = write("p.jsonl", "\n".join(map(json.dumps, rows)))
+    encoded = encode_all(make_tokenizer(bos_token=None), read_prompts(file), 1, "drop")
+    assert (encoded.rows, encoded.extra) == ([[5]], [{"id": 2}])
+
+
+def chat(*turns: tuple[str, str]) -> Prompt:
+    return Prompt(tuple({"role": role, "content": content} for role, content in turns))
+
+
+# the roles are w3 (user), w4 (assistant), w9 (system); a turn ends with EOS
+TEMPLATE = (
+    "{% for m in messages %}{{ {'user': 'w3', 'assistant': 'w4', 'system': 'w9'}[m.role] }} "
+    "{{ m.content }} <eos> {% endfor %}{% if add_generation_prompt %}w4{% endif %}"
+)
+ASK = chat(("user", "w5 w6"))
+
+
+@pytest.mark.parametrize("start", ["", "<bos> ", "<bos> <bos> "])
+@pytest.mark.parametrize("post", ["$A", "<bos> $A", "<bos> $A <eos>"])
+def test_a_chat_ends_with_the_header_and_starts_with_the_template_s_bos(
+    start: str, post: str
+) -> None:
+    tokenizer = make_tokenizer(post)
+    tokenizer.chat_template = start + TEMPLATE
+    begin = [1] if start else []
+    assert encode(tokenizer, ASK) == [[*begin, 3, 5, 6, 2, 4]]
+    # beside a text, which has its BOS from the rule for texts
+    assert encode(tokenizer, "w7", ASK, "w8") == [[1, 7], [*begin, 3, 5, 6, 2, 4], [1, 8]]
+
+
+def test_a_template_without_header_keeps_the_eos_of_the_turn() -> None:
+    tokenizer = make_tokenizer("<bos> $A <eos>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert encode(tokenizer, ASK) == [[5, 6, 2]]
+
+
+def test_the_assistant_s_turn_is_continued_or_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    open_turn = chat(("user", "w5"), ("assistant", "w7 w8"))
+    with pytest.raises(InputError) as caught:
+        encode(tokenizer, ASK, open_turn)
+    assert str(caught.value) == (
+        "here: row 2: the last message is the assistant's; "
+        "rollout.continue_assistant=true lets the response continue it"
+    )
+    encoded = encode_all(tokenizer, [ASK, open_turn], 99, continue_assistant=True)
+    assert encoded.rows == [[3, 5, 6, 2, 4], [3, 5, 2, 4, 7, 8]]
+
+
+def test_a_system_prompt_goes_where_there_is_none() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    own = chat(("system", "w7"), ("user", "w5"))
+    encoded = encode_all(tokenizer, [ASK, own], 99, system_prompt="w8")
+    assert encoded.rows == [[9, 8, 2, 3, 5, 6, 2, 4], [9, 7, 2, 3, 5, 2, 4]]
+    with pytest.raises(InputError, match=r"^here: row 2: system_prompt needs chat messages, got t"):
+        encode_all(tokenizer, [ASK, "w5"], 99, system_prompt="w8")
+
+
+def test_the_limit_counts_the_template() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "<bos> " + TEMPLATE
+    assert encode_all(tokenizer, [ASK], 6).rows == [[1, 3, 5, 6, 2, 4]]
+    with pytest.raises(
+        InputError, match=r"^here: row 1: prompt of 6 tokens is over the limit of 5"
+    ):
+        encode_all(tokenizer, [ASK], 5)
+    assert encode_all(tokenizer, [ASK], 4, "truncate").rows == [[1, 6, 2, 4]]
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [
+        (None, "chat messages, but the tokenizer has no chat template"),
+        (
+            "{{ raise_exception('no such role') }}",
+            "the chat template refuses the messages: no such",
+        ),
+        ("{% if %}", "the chat template refuses the messages: "),
+    ],
+)
+def test_what_cannot_be_rendered_is_one_line(template: str | None, line: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(InputError) as caught:
+        encode(tokenizer, "w5", ASK)
+    assert str(caught.value).startswith(f"here: row 2: {line}")
+
+
 def test_no_texts_are_refused() -> None:
     with pytest.raises(InputError, match=r"^here: no prompts in it$"):
         encode(make_tokenizer())
-
-
-def test_a_prompt_keeps_its_place_through_pickle_and_copy(write: Write) -> None:
-    prompt: Any = read_prompts(write("p.txt", "\na\n"))[0]
-    for again in (pickle.loads(pickle.dumps(prompt)), copy.deepcopy(prompt)):
-        assert (again, again.place) == ("a", prompt.place)
 
 
 def first(number: int, *args: int, **kwargs: int) -> list[list[int]]:

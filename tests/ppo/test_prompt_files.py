@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo.config import InputError
-from ppo.prompt_files import read_prompts
+from ppo.prompt_files import Conversation, Prompt, read_conversations, read_prompts
 
 Write = Callable[..., str]
 
@@ -31,6 +31,10 @@ def write(tmp_path: Path) -> Write:
     return build
 
 
+def texts_of(source: str, column: str = "prompt") -> list[Any]:
+    return [prompt.content for prompt in read_prompts(source, column)]
+
+
 def refusal(source: str, column: str = "prompt") -> str:
     with pytest.raises(InputError) as caught:
         read_prompts(source, column)
@@ -41,10 +45,10 @@ def refusal(source: str, column: str = "prompt") -> str:
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
 def test_a_bom_is_no_part_of_the_first_record(write: Write, bom: bytes) -> None:
     lines = bom + b'{"prompt":"a"}\n{"prompt":"b"}\n'
-    assert read_prompts(write("p.jsonl", lines)) == ["a", "b"]
-    assert read_prompts(write("p.csv", bom + b"prompt\na\nb\n")) == ["a", "b"]
-    assert read_prompts(write("p.txt", bom + b"a\nb\n")) == ["a", "b"]
-    assert read_prompts(write("p.json", bom + b'{"prompt":["a","b"]}')) == ["a", "b"]
+    assert texts_of(write("p.jsonl", lines)) == ["a", "b"]
+    assert texts_of(write("p.csv", bom + b"prompt\na\nb\n")) == ["a", "b"]
+    assert texts_of(write("p.txt", bom + b"a\nb\n")) == ["a", "b"]
+    assert texts_of(write("p.json", bom + b'{"prompt":["a","b"]}')) == ["a", "b"]
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.NDJSON"])
@@ -52,33 +56,31 @@ def test_unicode_line_separators_do_not_end_a_record(write: Write, name: str) ->
     text = "one\u2028two\u2029three\u0085four"
     lines = f'{{"prompt":"{text}"}}\n{{"prompt":"x"}}'
     assert len(lines.splitlines()) == 5  # what a reader with splitlines() would see
-    assert read_prompts(write(name, lines)) == [text, "x"]
-    assert read_prompts(write("p.txt", f"{text}\nx")) == [text, "x"]
-    assert read_prompts(write("p.csv", f"prompt\n{text}\nx")) == [text, "x"]
+    assert texts_of(write(name, lines)) == [text, "x"]
+    assert texts_of(write("p.txt", f"{text}\nx")) == [text, "x"]
+    assert texts_of(write("p.csv", f"prompt\n{text}\nx")) == [text, "x"]
 
 
 def test_crlf_and_blank_lines(write: Write) -> None:
     file = write("p.jsonl", b'{"prompt":"a"}\r\n\r\n{"prompt":"b\\r\\nc"}\r\n')
-    assert read_prompts(file) == ["a", "b\r\nc"]
+    assert texts_of(file) == ["a", "b\r\nc"]
     file = write("p.jsonl", b'{"prompt":"a"}\r\n\r\n{"prompt":3}\r\n')
     assert refusal(file) == f"{file}:3: prompt must be text, got 3"
-    assert read_prompts(write("p.txt", b"a\r\n\r\n b \r\n")) == ["a", " b "]
+    assert texts_of(write("p.txt", b"a\r\n\r\n b \r\n")) == ["a", " b "]
 
 
 def test_csv_with_quotes_commas_and_lines_inside_a_cell(write: Write) -> None:
     file = write("p.csv", 'id,prompt\r\n1,"a, ""b""\r\nc"\r\n\r\n2,d\r\n')
-    assert read_prompts(file) == ['a, "b"\r\nc', "d"]
-    assert [prompt.place for prompt in read_prompts(file)] == [  # type: ignore[attr-defined]
-        f"{file}:2",
-        f"{file}:5",
-    ]
+    assert texts_of(file) == ['a, "b"\r\nc', "d"]
+    assert [prompt.place for prompt in read_prompts(file)] == [f"{file}:2", f"{file}:5"]
+    assert [prompt.extra for prompt in read_prompts(file)] == [{"id": "1"}, {"id": "2"}]
 
 
 def test_json_by_rows_and_by_columns(write: Write) -> None:
     rows = [{"q": "a", "id": 1}, {"q": "b\n", "id": 2}]
-    assert read_prompts(write("p.json", json.dumps(rows)), "q") == ["a", "b\n"]
+    assert texts_of(write("p.json", json.dumps(rows)), "q") == ["a", "b\n"]
     columns = {"id": [1, 2], "q": ["a", "b\n"]}
-    assert read_prompts(write("p.json", json.dumps(columns, indent=1)), "q") == ["a", "b\n"]
+    assert texts_of(write("p.json", json.dumps(columns, indent=1)), "q") == ["a", "b\n"]
 
 
 @given(st.lists(st.text(), min_size=1))
@@ -88,7 +90,7 @@ def test_any_text_survives_jsonl(
     file = tmp_path_factory.mktemp("any") / "p.jsonl"
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
     file.write_bytes("\n".join(lines).encode())
-    assert read_prompts(str(file)) == texts
+    assert texts_of(str(file)) == texts
 
 
 @pytest.mark.parametrize(
@@ -170,11 +172,109 @@ def test_a_column_setting_that_nothing_uses_is_refused(write: Write) -> None:
     assert refusal(file, "q") == f"{file}: a .txt file has no columns, so no 'q' (prompt_column)"
 
 
-def test_chat_messages_are_refused_rather_than_emptied(write: Write) -> None:
-    file = write("p.jsonl", '{"q":[{"role":"user","content":"hi"}]}')
-    assert refusal(file, "q") == (
-        f"{file}:1: q must be text, got a list; render chat messages with the chat template first"
+def test_json_columns_of_different_lengths_are_refused(write: Write) -> None:
+    file = write("p.json", '{"prompt":["a","b"],"id":[1],"version":3}')
+    assert refusal(file) == f"{file}: id has 1 values, prompt has 2"
+
+
+def lines(*rows: Any) -> str:
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
+GOOD, BAD = {"role": "assistant", "content": "g"}, {"role": "assistant", "content": "b"}
+
+
+def test_chat_messages_and_the_other_columns(write: Write) -> None:
+    file = write("p.jsonl", lines({"q": [SYSTEM, USER], "answer": 7}, {"q": [USER]}))
+    assert read_prompts(file, "q") == [
+        Prompt((SYSTEM, USER), f"{file}:1", {"answer": 7}),
+        Prompt((USER,), f"{file}:2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cell", "line"),
+    [
+        ([], "prompt holds no messages"),
+        (["hi"], "message 1 of prompt must be an object, got text"),
+        (
+            [USER, {"from": "a", "value": "b"}],
+            "message 2 of prompt has no 'role'; found from, value",
+        ),
+        ([{"role": "user"}], "message 1 of prompt has no 'content'; found role"),
+        (
+            [{"role": "user", "content": [1]}],
+            "content of message 1 of prompt must be text, got a list",
+        ),
+    ],
+)
+def test_broken_messages(write: Write, cell: Any, line: str) -> None:
+    file = write("p.jsonl", lines({"prompt": cell}))
+    assert refusal(file) == f"{file}:1: {line}"
+
+
+TALK = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+
+
+def test_a_transcript_is_a_prompt_up_to_its_last_assistant_turn(write: Write) -> None:
+    row = {"chosen": f"{TALK} yes", "rejected": f"{TALK} no"}
+    file = write("p.jsonl", lines(row, {"chosen": [USER, GOOD, USER, BAD], "rejected": ""}))
+    assert texts_of(file, "chosen") == [TALK, (USER, GOOD, USER)]
+    # in any other column a prompt is taken as it stands
+    file = write("q.jsonl", lines({"prompt": f"{TALK} I"}, {"prompt": [USER, GOOD]}))
+    assert texts_of(file) == [f"{TALK} I", (USER, GOOD)]
+
+
+def test_chosen_responses_are_no_prompts(write: Write) -> None:
+    must = (
+        r"chosen must be a whole conversation, chat messages or a transcript "
+        r"'\n\nHuman: ... \n\nAssistant: ...', got "
     )
+    for cell, got in (("w" * 70, f"'{'w' * 57}...'"), ([GOOD], "1 message"), (3, "3")):
+        file = write("p.jsonl", lines({"prompt": "a", "chosen": cell}))
+        assert refusal(file, "chosen") == f"{file}:1: {must}{got}"
+    file = write("p.jsonl", lines({"chosen": [GOOD, USER]}))
+    assert refusal(file, "chosen") == (
+        f"{file}:1: the last message of chosen must be the assistant's, got role 'user'"
+    )
+
+
+def pairs_of(file: str) -> list[tuple[Conversation, ...]]:
+    return read_conversations(
+        file, "prompt", {"chosen_column": "chosen", "rejected_column": "rejected"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "good", "bad"),
+    [
+        ({"prompt": "p", "chosen": " g", "rejected": " b"}, "p", " g", " b"),
+        ({"prompt": "p", "chosen": [GOOD], "rejected": [BAD]}, "p", "g", "b"),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": "b"}, (USER,), "g", "b"),
+        ({"prompt": "u", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, (USER,), "g", "b"),
+        ({"chosen": f"{TALK} g", "rejected": f"{TALK} b"}, TALK, " g", " b"),
+    ],
+)
+def test_the_forms_of_a_preference(
+    write: Write, row: Any, prompt: Any, good: str, bad: str
+) -> None:
+    file = write("p.jsonl", lines(row))
+    asked = Prompt(prompt, f"{file}:1")
+    assert pairs_of(file) == [(Conversation(asked, good), Conversation(asked, bad))]
+
+
+def test_a_preference_without_a_column(write: Write) -> None:
+    for row, column, key in (
+        ({"chosen": "a", "rejected": "b"}, "prompt", "prompt_column"),
+        ({"prompt": "p", "rejected": "b"}, "chosen", "chosen_column"),
+        ({"prompt": "p", "chosen": "a"}, "rejected", "rejected_column"),
+    ):
+        file = write("p.jsonl", lines(row))
+        with pytest.raises(InputError) as caught:
+            pairs_of(file)
+        assert str(caught.value).startswith(f"{file}:1: no column '{column}'; found ")
+        assert str(caught.value).endswith(f" (set {key})")
 
 
 def test_what_is_no_file(write: Write, tmp_path: Path) -> None:
@@ -223,9 +323,10 @@ def test_parquet_folders_and_hub_ids(
     (tmp_path / "saved").mkdir()
     write("saved/dataset_dict.json", "{}")
     for source in (file, "org/name", str(tmp_path), str(tmp_path / "saved")):
-        prompts = read_prompts(source, "text")
-        assert prompts == ["a", "b"]
-        assert prompts[1].place == f"{source}: row 2"  # type: ignore[attr-defined]
+        assert read_prompts(source, "text") == [
+            Prompt("a", f"{source}: row 1", {"id": 1}),
+            Prompt("b", f"{source}: row 2", {"id": 2}),
+        ]
     assert library == [
         ("parquet", {"data_files": file, "split": "train"}),
         ("org/name", {"split": "train"}),

@@ -149,3 +149,57 @@ def test_ctrl_c_saves_and_says_how_to_go_on(flags: Flags, tmp_path: Path) -> Non
     assert f"--actor {run}/actor" in " ".join(out.split())
     AutoModelForCausalLM.from_pretrained(run / "actor")
     assert (run / "report.html").is_file()
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_controller_moves_beta_by_the_measured_kl(flags: Flags, tmp_path: Path) -> None:
+    settings = {"ppo.kl_controller": "proportional", "ppo.kl_target": 1e-6, "ppo.kl_horizon": 40}
+    assert main(flags(**settings, steps=3, **{"ppo.kl_coef": 0.5})) == 0
+    lines = metrics_of(only_run(tmp_path))
+    # step 0: KL 0, error clipped to -0.2; then far above the target, clipped to +0.2; n/horizon 0.1
+    expected = [0.5, 0.5 * (1 - 0.02), 0.5 * (1 - 0.02) * (1 + 0.02)]
+    assert abs(lines[0]["objective/kl"]) < 1e-6 or lines[0]["objective/kl"] < 0
+    assert [line["objective/kl_coef"] for line in lines] == pytest.approx(expected)
+
+
+def test_scores_are_shaped_in_order_and_only_for_training(flags: Flags, tmp_path: Path) -> None:
+    settings = {"ppo.score_normalization": "batch", "ppo.missing_eos_penalty": 2.0}
+    assert main(flags(**settings, steps=1)) == 0
+    (line,) = metrics_of(only_run(tmp_path))
+    penalty = 2.0 * line["tokens/truncated_frac"]  # the normalised scores have mean 0
+    assert line["objective/shaped_scores"] == pytest.approx(-penalty, abs=1e-5)
+    assert line["objective/scores"] != pytest.approx(0.0, abs=1e-3)
+    expected = line["objective/shaped_scores"] + line["objective/non_score_reward"]
+    assert line["objective/rlhf_reward"] == pytest.approx(expected)
+
+
+def test_the_learning_rate_falls_over_the_runs_steps(flags: Flags, tmp_path: Path) -> None:
+    assert main(flags(steps=2, **{"optim.lr_schedule": "linear", "optim.actor_lr": 0.008})) == 0
+    rates = [line["lr"] for line in metrics_of(only_run(tmp_path))]
+    assert rates == pytest.approx([0.008, 0.004])  # 4 of 8 steps later half is left
+
+
+def test_an_early_stop_says_in_which_epoch(
+    flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(steps=1, **{"ppo.target_kl": 1e-9, "optim.actor_lr": 0.1})) == 0
+    (line,) = metrics_of(only_run(tmp_path))
+    assert line["policy/updates"] == 1
+    assert "updates stopped in epoch 1 after 1 steps" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_score_that_is_no_number_names_the_sample_and_saves_the_models(
+    flags: Flags,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = torch.tensor([0.0, 1.0, float("nan"), 2.0])
+    monkeypatch.setattr("ppo.trainer.score_tokens", lambda *_: broken)
+    assert main(flags()) == 2
+    expected = "scores of the reward model must be finite, got nan for sample 2 of the batch"
+    assert capsys.readouterr().err == f"error: {expected}\n"
+    AutoModelForCausalLM.from_pretrained(only_run(tmp_path) / "actor")

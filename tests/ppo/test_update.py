@@ -16,7 +16,7 @@ from ppo.config import OptimConfig, PPOConfig
 from ppo.forward import response_logprobs
 from ppo.models import Critic
 from ppo.policy import Policy
-from ppo.update import Learner, UpdateStats, make_optimizer, update
+from ppo.update import UpdateStats, make_learner, update
 
 
 def make_critic(actor: PreTrainedModel) -> Critic:
@@ -51,9 +51,7 @@ def run(
     actor: PreTrainedModel, critic: Critic, batch: Minibatch, ppo: PPOConfig, seed: int = 0
 ) -> list[UpdateStats]:
     optim = OptimConfig(actor_lr=1e-2, critic_lr=1e-2, max_grad_norm=0.5)
-    learners = [
-        Learner(model, make_optimizer(model, 1e-2, optim)) for model in (Policy(actor), critic)
-    ]
+    learners = [make_learner(model, 1e-2, optim, 100) for model in (Policy(actor), critic)]
     how = {"temperature": 1.0, "max_grad_norm": 0.5, "accelerator": Accelerator(), "impl": "torch"}
     generator = torch.Generator().manual_seed(seed)
     return list(update(*learners, batch, ppo, generator=generator, **how))
@@ -159,3 +157,16 @@ def test_gradients_are_clipped(llama: PreTrainedModel) -> None:
     assert float(stats[0].actor_grad_norm) > 100
     moved = max((a - b).abs().max().item() for a, b in zip(llama.parameters(), before, strict=True))
     assert 0 < moved <= 1.01e-2  # one Adam step of lr 1e-2
+
+
+def test_updates_stop_before_the_step_whose_kl_is_past_the_target(llama: PreTrainedModel) -> None:
+    batch = make_batch(llama)
+    plain = PPOConfig(ppo_epochs=4, num_minibatches=2)
+    free = run(copy.deepcopy(llama), make_critic(llama), batch, plain)
+    kls = [stats.loss.policy.approx_kl.item() for stats in free]
+    first_past = next(i for i, kl in enumerate(kls) if kl > 1e-3)
+    assert 0 < first_past < 8
+    actor = copy.deepcopy(llama)
+    stats = run(actor, make_critic(llama), batch, replace(plain, target_kl=1e-3))
+    assert [s.loss.policy.approx_kl.item() for s in stats] == kls[:first_past]
+    assert all(parameter.grad is None for parameter in actor.parameters())
