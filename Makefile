@@ -22,7 +22,7 @@ interpret: $(INSTALLED)
 
 # Learning runs and the full build of the demo: minutes.
 slow: $(INSTALLED)
-	$(ONE_THREAD) $(BIN)/python -m pytest -m "slow and not gpu"
+	$(ONE_THREAD) $(BIN)/python -m pytest -n auto -m "slow and not gpu"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -30,10 +30,12 @@ def new_run_dir(config: Config) -> Path:
 
 
 def save_models(
-    run_dir: Path, actor: PreTrainedModel, critic: Critic, tokenizer: PreTrainedTokenizerBase
+    run_dir: Path, actor: PreTrainedModel, critic: Critic | None, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Write `actor/` and `critic/`, each whole before it takes the place of an older one."""
     for name, model in (("actor", actor), ("critic", critic)):
+        if model is None:
+            continue
         partial = run_dir / f".{name}.partial"
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
@@ -44,9 +46,9 @@ def save_models(
 
 
 def go_on_command(run_dir: Path, steps: int) -> str:
-    """The command that trains on from the saved actor and critic (fresh optimisers)."""
-    config, actor, critic = (run_dir / name for name in ("config.yaml", "actor", "critic"))
-    train = ["python", "-m", "ppo.train", "--config"]
-    return shlex.join(
-        [*train, str(config), "--actor", str(actor), "--critic", str(critic), "--steps", str(steps)]
-    )
+    """The command that trains on from the saved models (fresh optimisers)."""
+    command = ["python", "-m", "ppo.train", "--config", str(run_dir / "config.yaml")]
+    for name in ("actor", "critic"):
+        if (run_dir / name).is_dir():
+            command += [f"--{name}", str(run_dir / name)]
+    return shlex.join([*command, "--steps", str(steps)])

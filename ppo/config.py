@@ -29,9 +29,12 @@ __all__ = [
 class PPOConfig:
     """The algorithm: advantages, losses and how often each rollout is used."""
 
+    advantage_estimator: Literal["gae", "reinforce_pp", "rloo", "grpo"] = setting(
+        "gae", "how advantages come about; all but gae do without a critic"
+    )
     ppo_epochs: int = setting(2, "passes over each rollout", "[1, inf)")
     num_minibatches: int = setting(
-        2, "optimiser steps in each pass; must divide rollout.batch_size", "[1, inf)"
+        2, "optimiser steps in each pass; must divide the responses of a rollout", "[1, inf)"
     )
     micro_batch_size: int | None = setting(
         None, "sequences in one forward pass; null: a whole minibatch; saves memory", "[1, inf)"
@@ -73,7 +76,7 @@ class PPOConfig:
     )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", "[0, inf)")
     whiten_advantages: bool = setting(
-        True, "scale advantages to mean 0 and variance 1 over the tokens that count"
+        True, "scale GAE's advantages to mean 0 and variance 1 over the tokens that count"
     )
     missing_eos_penalty: float = setting(
         1.0, "subtracted from the score of a response without EOS, in reward units", "[0, inf)"
@@ -100,6 +103,7 @@ class RolloutConfig:
     """Sampling: how many prompts, how long, how random."""
 
     batch_size: int = setting(64, "prompts sampled in each step", "[1, inf)")
+    samples_per_prompt: int = setting(1, "responses to each of them", "[1, inf)")
     max_prompt_tokens: int = setting(512, "longest prompt, in tokens with BOS", "[1, inf)")
     long_prompts: Literal["error", "drop", "truncate"] = setting(
         "error", "what happens to longer prompts; truncate keeps BOS and the last tokens"
@@ -114,6 +118,11 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_section(self, "rollout.")
+
+    @property
+    def responses(self) -> int:
+        """How many responses a step samples."""
+        return self.batch_size * self.samples_per_prompt
 
 
 @dataclass(frozen=True)
@@ -182,8 +191,9 @@ class Config:
     def __post_init__(self) -> None:
         check_section(self, "")
         _check_sources(self)
-        _check_minibatches(self.rollout.batch_size, self.ppo.num_minibatches)
-        _check_kl_controller(self.ppo, self.rollout.batch_size)
+        _check_minibatches(self.rollout.responses, self.ppo.num_minibatches)
+        _check_kl_controller(self.ppo, self.rollout.responses)
+        _check_estimator(self)
         if self.optim.warmup_steps > self.optimizer_steps:
             raise InputError(
                 f"optim.warmup_steps must not exceed the run's {self.optimizer_steps} optimiser "
@@ -233,17 +243,32 @@ def _check_sources(config: Config) -> None:
         )
 
 
-def _check_minibatches(batch_size: int, num_minibatches: int) -> None:
-    if batch_size % num_minibatches:
-        lower = range(min(num_minibatches, batch_size), 0, -1)
-        fits = next(number for number in lower if batch_size % number == 0)
+def _check_minibatches(responses: int, num_minibatches: int) -> None:
+    if responses % num_minibatches:
+        lower = range(min(num_minibatches, responses), 0, -1)
+        fits = next(number for number in lower if responses % number == 0)
         raise InputError(
-            f"ppo.num_minibatches must divide rollout.batch_size ({batch_size}), "
+            f"ppo.num_minibatches must divide the responses of a rollout ({responses}), "
             f"got {num_minibatches}; the next smaller that does is {fits}"
         )
 
 
-def _check_kl_controller(ppo: PPOConfig, batch_size: int) -> None:
+def _check_estimator(config: Config) -> None:
+    estimator = config.ppo.advantage_estimator
+    if estimator in ("rloo", "grpo") and config.rollout.samples_per_prompt < 2:
+        raise InputError(
+            f"rollout.samples_per_prompt must be at least 2 for ppo.advantage_estimator "
+            f"{estimator}, got {config.rollout.samples_per_prompt}: a response is compared with "
+            "the others of its prompt"
+        )
+    if estimator != "gae" and config.critic is not None:
+        raise InputError(
+            f"critic must be null for ppo.advantage_estimator {estimator}, which has no critic, "
+            f"got {config.critic!r}"
+        )
+
+
+def _check_kl_controller(ppo: PPOConfig, responses: int) -> None:
     if ppo.kl_controller == "fixed":
         return
     if ppo.kl_coef == 0:
@@ -251,8 +276,8 @@ def _check_kl_controller(ppo: PPOConfig, batch_size: int) -> None:
             f"ppo.kl_coef must be positive for ppo.kl_controller {ppo.kl_controller}, got 0: "
             "no factor moves it from there"
         )
-    if ppo.kl_controller == "proportional" and 0.2 * batch_size >= ppo.kl_horizon:
+    if ppo.kl_controller == "proportional" and 0.2 * responses >= ppo.kl_horizon:
         raise InputError(
-            f"ppo.kl_horizon must be greater than 0.2 x rollout.batch_size ({0.2 * batch_size:g}), "
-            f"got {ppo.kl_horizon:g}: ppo.kl_coef could turn negative"
+            f"ppo.kl_horizon must be greater than 0.2 x the responses of a rollout "
+            f"({0.2 * responses:g}), got {ppo.kl_horizon:g}: ppo.kl_coef could turn negative"
         )

@@ -36,8 +36,8 @@ def rollout_metrics(
     logprobs: Tensor,
     ref_logprobs: Tensor,
     entropy: Tensor,
-    values: Tensor,
-    returns: Tensor,
+    values: Tensor | None,
+    returns: Tensor | None,
     kl_coef: float,
     kl_estimator: str,
     eos_ids: Sequence[int],
@@ -57,12 +57,13 @@ def rollout_metrics(
         "objective/non_score_reward": non_score_reward,
         "objective/entropy": -logprobs.sum(1).mean(),
         "policy/entropy_avg": masked_mean(entropy, mask),
-        "val/explained_variance": explained_variance(values, returns, mask),
         "val/num_eos_tokens": eos.sum(),
         "tokens/response_length_mean": lengths.float().mean(),
         "tokens/response_length_max": lengths.max(),
         "tokens/truncated_frac": (~rollout.finished).float().mean(),
     }
+    if values is not None and returns is not None:
+        figures["val/explained_variance"] = explained_variance(values, returns, mask)
     distinct = {tuple(row) for row in rollout.responses.tolist()}
     return {
         **{name: float(figure) for name, figure in figures.items()},
@@ -73,16 +74,21 @@ def rollout_metrics(
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     """Means over the optimiser steps of one PPO step, and how many there were."""
-    figures = {
+    figures: dict[str, list[Tensor]] = {
         "policy/approxkl_avg": [u.loss.policy.approx_kl for u in updates],
         "policy/clipfrac_avg": [u.loss.policy.clipfrac for u in updates],
         "policy/grad_norm": [u.actor_grad_norm for u in updates],
         "loss/policy_avg": [u.loss.policy.loss for u in updates],
-        "loss/value_avg": [u.loss.value.loss for u in updates],
-        "val/clipfrac_avg": [u.loss.value.clipfrac for u in updates],
         "val/ratio": [u.loss.policy.ratio_mean for u in updates],
         "val/ratio_var": [u.loss.policy.ratio_var for u in updates],
-        "value/grad_norm": [u.critic_grad_norm for u in updates],
     }
+    if all(u.critic_grad_norm is not None for u in updates):
+        figures |= {
+            "loss/value_avg": [u.loss.value.loss for u in updates],
+            "val/clipfrac_avg": [u.loss.value.clipfrac for u in updates],
+            "value/grad_norm": [
+                u.critic_grad_norm for u in updates if u.critic_grad_norm is not None
+            ],
+        }
     means = {name: float(torch.stack(each).mean()) for name, each in figures.items() if each}
     return {**means, "policy/updates": len(updates)}

@@ -54,15 +54,15 @@ class Critic(nn.Module):
 
 @dataclass(frozen=True)
 class Models:
-    """Actor and critic train; reference and reward model are frozen."""
+    """Actor and critic train; reference and reward model are frozen. GAE alone needs the critic."""
 
     actor: Policy
-    critic: Critic
+    critic: Critic | None
     ref: Policy
     reward_model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     reward_tokenizer: PreTrainedTokenizerBase
-    critic_source: str
+    critic_source: str | None
 
     @property
     def reward_shares_tokenizer(self) -> bool:
@@ -103,11 +103,15 @@ def load_models(config: Config) -> Models:
     reward_tokenizer = _load_tokenizer("reward_model", config.reward_model)
     _check_vocabulary(config, configs, tokenizer)
     _check_reward_head(config.reward_model, configs["reward_model"])
-    critic_source = config.critic or _default_critic(config, configs, tokenizer, reward_tokenizer)
+    critic_source = None
+    if config.ppo.advantage_estimator == "gae":
+        critic_source = config.critic or _default_critic(
+            config, configs, tokenizer, reward_tokenizer
+        )
     dtype = getattr(torch, config.dtype)
     models = Models(
         actor=Policy(_load(AutoModelForCausalLM, "actor", config.actor, dtype=dtype)),
-        critic=load_critic(critic_source, dtype),
+        critic=load_critic(critic_source, dtype) if critic_source else None,
         ref=Policy(_load(AutoModelForCausalLM, "ref", ref_source, dtype=dtype)).requires_grad_(
             False
         ),

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import set_seed
+from torch import Tensor
 
+from ppo.advantages import grpo, reinforce_pp, rloo
 from ppo.batch import Minibatch
 from ppo.checkpoint import go_on_command, new_run_dir, save_models
 from ppo.config import Config, InputError, parse_args
@@ -19,37 +21,24 @@ from ppo.demo.build import build_demo
 from ppo.metrics import rollout_metrics, update_metrics
 from ppo.models import Models, load_models
 from ppo.report import ModelRow, Report, Sample
-from ppo.trainer import Trainer, evaluate, judge_metrics, prepare
+from ppo.trainer import Look, Trainer, evaluate, judge_metrics, prepare
 from ppo.update import update
-from ppo_kernels import ppo_advantages, whiten
+from ppo_kernels import ppo_advantages, token_rewards, whiten
 
 
 def ppo_step(trainer: Trainer, rows: list[list[int]]) -> tuple[dict[str, float], list[Sample]]:
     """One step of PPO: sample, score, estimate advantages, update."""
     config, ppo, clock = trainer.config, trainer.config.ppo, [time.perf_counter()]
 
-    rollout = trainer.rollout(rows)
+    rollout = trainer.rollout(rows, config.rollout.samples_per_prompt)
     clock.append(time.perf_counter())
 
     scores, samples = trainer.scores(rollout)
     shaped_scores = trainer.shape(scores, rollout)
-    logprobs, entropy, ref_logprobs, values = trainer.look(rollout)
+    look = trainer.look(rollout)
     mask = rollout.response_mask
     kl_coef = trainer.state.kl.kl_coef
-    advantages, returns, moments = ppo_advantages(
-        shaped_scores,
-        logprobs,
-        ref_logprobs,
-        values,
-        mask,
-        kl_coef=kl_coef,
-        estimator=ppo.kl_estimator,
-        gamma=ppo.gamma,
-        gae_lambda=ppo.gae_lambda,
-        impl=config.impl,
-    )
-    if ppo.whiten_advantages:
-        advantages = whiten(advantages, mask, moments=moments, impl=config.impl)
+    advantages, returns = estimate_advantages(config, shaped_scores, look, mask, kl_coef)
     clock.append(time.perf_counter())
 
     batch = Minibatch(
@@ -57,8 +46,8 @@ def ppo_step(trainer: Trainer, rows: list[list[int]]) -> tuple[dict[str, float],
         prompt_mask=rollout.prompt_mask,
         responses=rollout.responses,
         response_mask=mask,
-        old_logprobs=logprobs,
-        old_values=values,
+        old_logprobs=look.logprobs,
+        old_values=torch.zeros_like(advantages) if look.values is None else look.values,
         advantages=advantages,
         returns=returns,
     )
@@ -83,10 +72,10 @@ def ppo_step(trainer: Trainer, rows: list[list[int]]) -> tuple[dict[str, float],
             rollout,
             scores=scores,
             shaped_scores=shaped_scores,
-            logprobs=logprobs,
-            ref_logprobs=ref_logprobs,
-            entropy=entropy,
-            values=values,
+            logprobs=look.logprobs,
+            ref_logprobs=look.ref_logprobs,
+            entropy=look.entropy,
+            values=look.values,
             returns=returns,
             kl_coef=kl_coef,
             kl_estimator=ppo.kl_estimator,
@@ -99,6 +88,46 @@ def ppo_step(trainer: Trainer, rows: list[list[int]]) -> tuple[dict[str, float],
     }
     trainer.state.kl = trainer.state.kl.updated(metrics["objective/kl"], len(samples))
     return metrics, samples
+
+
+def estimate_advantages(
+    config: Config, scores: Tensor, look: Look, mask: Tensor, kl_coef: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, [B,T]; without a critic the returns are 0 and nothing reads them."""
+    ppo, impl = config.ppo, config.impl
+    if look.values is not None:
+        advantages, returns, moments = ppo_advantages(
+            scores,
+            look.logprobs,
+            look.ref_logprobs,
+            look.values,
+            mask,
+            kl_coef=kl_coef,
+            estimator=ppo.kl_estimator,
+            gamma=ppo.gamma,
+            gae_lambda=ppo.gae_lambda,
+            impl=impl,
+        )
+        if ppo.whiten_advantages:
+            advantages = whiten(advantages, mask, moments=moments, impl=impl)
+        return advantages, returns
+    rewards = token_rewards(
+        scores,
+        look.logprobs,
+        look.ref_logprobs,
+        mask,
+        kl_coef=kl_coef,
+        estimator=ppo.kl_estimator,
+        impl=impl,
+    )
+    samples = config.rollout.samples_per_prompt
+    if ppo.advantage_estimator == "reinforce_pp":
+        advantages = reinforce_pp(rewards, mask, gamma=ppo.gamma, impl=impl)
+    elif ppo.advantage_estimator == "rloo":
+        advantages = rloo(rewards.sum(1), mask, num_samples=samples)
+    else:
+        advantages = grpo(rewards.sum(1), mask, num_samples=samples)
+    return advantages, torch.zeros_like(advantages)
 
 
 def phase_seconds(clock: Sequence[float], tokens: int) -> dict[str, float]:
@@ -121,7 +150,7 @@ def name_models(config: Config) -> Config:
         config,
         actor=str(demo.actor),
         ref=str(demo.ref),
-        critic=str(demo.critic),
+        critic=str(demo.critic) if config.ppo.advantage_estimator == "gae" else None,
         reward_model=str(demo.reward_model),
         prompts=str(demo.prompts),
         eval_prompts=str(demo.eval_prompts),
@@ -133,13 +162,14 @@ def model_rows(config: Config, models: Models) -> list[ModelRow]:
     """Who is who: role, source, architecture, size, and whether it trains."""
     roles = (
         ("actor", config.actor, models.actor.model, True),
-        ("critic", models.critic_source, models.critic.trunk, True),
+        ("critic", models.critic_source, models.critic.trunk if models.critic else None, True),
         ("reference", config.ref, models.ref.model, False),
         ("reward model", config.reward_model, models.reward_model, False),
     )
     return [
         ModelRow(role, str(source), type(model).__name__, model.num_parameters(), trains)
         for role, source, model, trains in roles
+        if model is not None
     ]
 
 
@@ -186,7 +216,7 @@ def train(config: Config) -> int:
             before, samples_before = evaluate(trainer, held_out)
             for step, indices in zip(range(config.steps), batches, strict=False):
                 metrics, samples = ppo_step(trainer, [prompts.rows[index] for index in indices])
-                metrics["episode"] = (step + 1) * config.rollout.batch_size
+                metrics["episode"] = (step + 1) * config.rollout.responses
                 report.step(step, metrics)
                 taken = int(metrics["policy/updates"])
                 if taken < config.ppo.ppo_epochs * config.ppo.num_minibatches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -30,6 +30,15 @@ from ppo.rollout import generate
 from ppo.update import Learner, make_learner
 
 
+class Look(NamedTuple):
+    """Log-probs and entropy of the actor, log-probs of the reference, values of the critic."""
+
+    logprobs: Tensor  # [B,T], as all
+    entropy: Tensor
+    ref_logprobs: Tensor
+    values: Tensor | None
+
+
 @dataclass
 class State:
     """What a step leaves for the next one, beside the models and their optimisers."""
@@ -45,7 +54,7 @@ class Trainer:
     config: Config
     models: Models
     actor: Learner
-    critic: Learner
+    critic: Learner | None
     accelerator: Accelerator
     generator: torch.Generator
     judge: Judge | None
@@ -58,9 +67,10 @@ class Trainer:
             for row, keep in zip(rows, mask, strict=True)
         ]
 
-    def rollout(self, rows: list[list[int]]) -> Rollout:
-        """Sample a response for each prompt."""
-        prompts, prompt_mask = left_pad(rows, self.models.pad_id)
+    def rollout(self, rows: list[list[int]], samples: int = 1) -> Rollout:
+        """Sample this many responses for each prompt, those of one prompt side by side."""
+        repeated = [row for row in rows for _ in range(samples)]
+        prompts, prompt_mask = left_pad(repeated, self.models.pad_id)
         return generate(
             self.models.actor.model,
             prompts.to(self.accelerator.device),
@@ -100,8 +110,8 @@ class Trainer:
         return penalise_missing_eos(scores, rollout.finished, ppo.missing_eos_penalty)
 
     @torch.no_grad()
-    def look(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Log-probs and entropy of the actor, log-probs of the reference, values of the critic.
+    def look(self, rollout: Rollout) -> Look:
+        """What actor, reference and critic see in the rollout.
 
         The log-probs come from the forward that trains, not from the sampler's cache, so that the
         first ratio is 1.
@@ -114,12 +124,13 @@ class Trainer:
             (
                 *response_logprobs_and_entropy(self.actor.model, part, **how),
                 response_logprobs(self.models.ref, part, **how),
-                response_values(self.critic.model, part),
+                response_values(self.critic.model, part) if self.critic else None,
             )
             for _, part in split(rollout, self.config.ppo.micro_batch_size)
         ]
-        logprobs, entropy, ref_logprobs, values = map(torch.cat, zip(*parts, strict=True))
-        return logprobs, entropy, ref_logprobs, values
+        columns = zip(*parts, strict=True)
+        joined = (None if column[0] is None else torch.cat(column) for column in columns)
+        return Look(*joined)  # type: ignore[arg-type]  # only values can be None
 
 
 def prepare(config: Config, models: Models) -> Trainer:
@@ -127,12 +138,16 @@ def prepare(config: Config, models: Models) -> Trainer:
     accelerator = Accelerator()
     for frozen in (models.ref, models.reward_model):
         frozen.to(accelerator.device)
-    actor, critic = accelerator.prepare(models.actor, models.critic)
+    steps = config.optimizer_steps
+    actor = accelerator.prepare(models.actor)
+    critic = accelerator.prepare(models.critic) if models.critic else None
     return Trainer(
         config=config,
         models=models,
-        actor=make_learner(actor, config.optim.actor_lr, config.optim, config.optimizer_steps),
-        critic=make_learner(critic, config.optim.critic_lr, config.optim, config.optimizer_steps),
+        actor=make_learner(actor, config.optim.actor_lr, config.optim, steps),
+        critic=make_learner(critic, config.optim.critic_lr, config.optim, steps)
+        if critic
+        else None,
         accelerator=accelerator,
         generator=torch.Generator().manual_seed(config.seed),
         judge=load_function(config.judge, "judge") if config.judge else None,

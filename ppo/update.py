@@ -54,12 +54,12 @@ class UpdateStats:
 
     loss: PPOLoss
     actor_grad_norm: Tensor
-    critic_grad_norm: Tensor
+    critic_grad_norm: Tensor | None
 
 
 def update(
     actor: Learner,
-    critic: Learner,
+    critic: Learner | None,
     batch: Minibatch,
     ppo: PPOConfig,
     *,
@@ -80,32 +80,38 @@ def update(
             parts = []
             for rows, micro in split(minibatch, ppo.micro_batch_size):
                 micro_loss, part = _loss(
-                    actor.model, critic.model, micro, weights[rows], ppo, temperature, impl
+                    actor.model,
+                    critic.model if critic else None,
+                    micro,
+                    weights[rows],
+                    ppo,
+                    temperature,
+                    impl,
                 )
                 accelerator.backward(micro_loss)
                 parts.append(part)
             loss = add_up(parts)
             if ppo.target_kl is not None and not loss.policy.approx_kl <= ppo.target_kl:
-                for learner in (actor, critic):
+                for learner in filter(None, (actor, critic)):
                     learner.optimizer.zero_grad(set_to_none=True)
                 return
             yield UpdateStats(
                 loss=loss,
                 actor_grad_norm=_step(actor, max_grad_norm, accelerator),
-                critic_grad_norm=_step(critic, max_grad_norm, accelerator),
+                critic_grad_norm=_step(critic, max_grad_norm, accelerator) if critic else None,
             )
 
 
 def _loss(
     actor: nn.Module,
-    critic: nn.Module,
+    critic: nn.Module | None,
     micro: Minibatch,
     weights: Tensor,
     ppo: PPOConfig,
     temperature: float,
     impl: str,
 ) -> tuple[Tensor, PPOLoss]:
-    """L = L_policy + c_vf·L_value − c_H·Σ w·H of one micro-batch."""
+    """L = L_policy + c_vf·L_value − c_H·Σ w·H of one micro-batch; no L_value without a critic."""
     entropy_loss: Tensor | float = 0.0
     if ppo.entropy_coef:
         logprobs, entropy = response_logprobs_and_entropy(
@@ -118,7 +124,7 @@ def _loss(
         logprobs,
         micro.old_logprobs,
         micro.advantages,
-        response_values(critic, micro),
+        micro.old_values if critic is None else response_values(critic, micro),
         micro.old_values,
         micro.returns,
         weights,

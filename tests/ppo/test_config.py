@@ -115,7 +115,7 @@ def test_what_may_stand_beside_the_demo() -> None:
 @pytest.mark.parametrize(("batch", "parts", "fits"), [(64, 9, 8), (4, 9, 4), (7, 2, 1)])
 def test_minibatches_are_of_one_size(batch: int, parts: int, fits: int) -> None:
     assert refusal(f"--rollout.batch_size={batch}", f"--ppo.num_minibatches={parts}") == (
-        f"ppo.num_minibatches must divide rollout.batch_size ({batch}), got {parts}; "
+        f"ppo.num_minibatches must divide the responses of a rollout ({batch}), got {parts}; "
         f"the next smaller that does is {fits}"
     )
 

@@ -203,3 +203,27 @@ def test_a_score_that_is_no_number_names_the_sample_and_saves_the_models(
     expected = "scores of the reward model must be finite, got nan for sample 2 of the batch"
     assert capsys.readouterr().err == f"error: {expected}\n"
     AutoModelForCausalLM.from_pretrained(only_run(tmp_path) / "actor")
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_pp", "rloo", "grpo"])
+def test_estimators_without_a_critic_build_none(
+    flags: Flags, tmp_path: Path, estimator: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"ppo.advantage_estimator": estimator, "rollout.samples_per_prompt": 2}
+    assert main(flags(**settings, steps=2)) == 0
+    run = only_run(tmp_path)
+    lines = metrics_of(run)
+    assert not (run / "critic").exists()
+    assert "--critic" not in capsys.readouterr().out
+    assert not {"loss/value_avg", "val/explained_variance", "value/grad_norm"} & lines[0].keys()
+    assert [line["episode"] for line in lines] == [8, 16]
+    assert lines[0]["policy/grad_norm"] > 0
+    assert lines[1]["objective/kl"] != 0.0
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo"])
+def test_one_sample_per_prompt_is_refused_where_samples_are_compared(
+    flags: Flags, estimator: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(**{"ppo.advantage_estimator": estimator})) == 2
+    assert "rollout.samples_per_prompt must be at least 2" in capsys.readouterr().err
