@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ppo.batch import Minibatch, Rollout
-from ppo.policy import causal_inputs
+from ppo.policy import Objective, causal_inputs
+from ppo_kernels import LinearPPOLoss
 
 
 def response_logprobs(
@@ -26,6 +27,21 @@ def response_logprobs_and_entropy(
         *_tokens(batch), temperature=temperature, with_entropy=True, impl=impl
     )
     return logprobs, entropy
+
+
+def response_policy_loss(
+    policy: nn.Module,
+    batch: Rollout | Minibatch,
+    objective: Objective,
+    *,
+    temperature: float,
+    impl: str,
+) -> LinearPPOLoss:
+    """The clipped policy loss, entropy bonus included, with its diagnostics."""
+    loss: LinearPPOLoss = policy(
+        *_tokens(batch), temperature=temperature, impl=impl, objective=objective
+    )
+    return loss
 
 
 def response_values(critic: nn.Module, batch: Rollout | Minibatch) -> Tensor:

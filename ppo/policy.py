@@ -8,7 +8,7 @@ does something else with its logits keeps them; `Policy` finds out when it is ma
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
@@ -17,8 +17,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_kernels import (
+    LinearPPOLoss,
+    linear_ppo_loss,
     linear_token_logprobs,
     linear_token_logprobs_and_entropy,
+    policy_loss,
     token_logprobs,
     token_logprobs_and_entropy,
 )
@@ -33,6 +36,19 @@ class LinearHead:
 
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the clipped policy loss needs beside the log-probabilities: see `policy_loss`."""
+
+    old_logprobs: Tensor  # [B,T], as the next two
+    advantages: Tensor
+    weights: Tensor
+    cliprange: float
+    cliprange_high: float | None
+    dual_clip: float | None
+    entropy_coef: float
 
 
 class Policy(nn.Module):
@@ -54,36 +70,61 @@ class Policy(nn.Module):
         response_mask: Tensor,
         *,
         temperature: float,
-        with_entropy: bool,
         impl: str,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return log π(a_t|s_t) and, if wanted, H_t: [B,T] fp32, 0 where the mask is False."""
+        with_entropy: bool = False,
+        objective: Objective | None = None,
+    ) -> tuple[Tensor, Tensor | None] | LinearPPOLoss:
+        """Return log π(a_t|s_t) and, if wanted, H_t: [B,T] fp32, 0 where the mask is False.
+
+        With an objective return its loss instead; from hidden states that takes three matmuls with
+        the head's weight, where log-probabilities and then their gradient take four.
+        """
         inputs = causal_inputs(self.model, prompts, prompt_mask, responses, response_mask)
         first = prompts.shape[1] - 1
-        how: dict[str, Any] = {
-            "temperature": temperature,
-            "response_mask": response_mask,
-            "impl": impl,
-        }
+        how: dict[str, Any] = {"temperature": temperature, "impl": impl}
         if self.head is None:
             keep = torch.arange(first, first + responses.shape[1], device=prompts.device)
             logits = self.model(**inputs, logits_to_keep=keep).logits
-            # gradient in the logits' memory: nobody else needs them
-            how["inplace_backward"] = logits.requires_grad and not torch.compiler.is_compiling()
-            if with_entropy:
-                return token_logprobs_and_entropy(logits, responses, **how)
-            return token_logprobs(logits, responses, **how), None
+            return _from_logits(logits, responses, response_mask, with_entropy, objective, how)
         hidden = decoder(self.model)(**inputs).last_hidden_state
         hidden = hidden[:, first : first + responses.shape[1]]
-        weight, bias = head_parameters(self.model)
-        how |= {
-            "bias": bias,
-            "logit_scale": self.head.logit_scale,
-            "logit_softcap": self.head.logit_softcap,
-        }
+        weight, how["bias"] = head_parameters(self.model)
+        how |= asdict(self.head)
+        if objective is not None:
+            return linear_ppo_loss(hidden, weight, responses, **vars(objective), **how)
+        how["response_mask"] = response_mask
         if with_entropy:
             return linear_token_logprobs_and_entropy(hidden, weight, responses, **how)
         return linear_token_logprobs(hidden, weight, responses, **how), None
+
+
+def _from_logits(
+    logits: Tensor,
+    responses: Tensor,
+    response_mask: Tensor,
+    with_entropy: bool,
+    objective: Objective | None,
+    how: dict[str, Any],
+) -> tuple[Tensor, Tensor | None] | LinearPPOLoss:
+    # the gradient may take the logits' memory: nobody else needs them
+    inplace = logits.requires_grad and not torch.compiler.is_compiling()
+    how = {**how, "response_mask": response_mask, "inplace_backward": inplace}
+    entropy_coef = objective.entropy_coef if objective else 0.0
+    entropy = None
+    if with_entropy or entropy_coef:
+        logprobs, entropy = token_logprobs_and_entropy(logits, responses, **how)
+    else:
+        logprobs = token_logprobs(logits, responses, **how)
+    if objective is None:
+        return logprobs, entropy
+    settings = {key: value for key, value in vars(objective).items() if key != "entropy_coef"}
+    policy = policy_loss(logprobs, **settings, impl=how["impl"])
+    bonus = logprobs.new_zeros(()) if entropy is None else (objective.weights * entropy).sum()
+    return LinearPPOLoss(
+        loss=policy.loss - entropy_coef * bonus,
+        policy=policy._replace(loss=policy.loss.detach()),
+        entropy=bonus.detach(),
+    )
 
 
 def position_ids(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:

@@ -13,9 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ppo.batch import Minibatch, split
 from ppo.config import OptimConfig, PPOConfig
-from ppo.forward import response_logprobs, response_logprobs_and_entropy, response_values
+from ppo.forward import response_policy_loss, response_values
+from ppo.policy import Objective
 from ppo.schedule import make_scheduler
-from ppo_kernels import PPOLoss, ppo_loss, token_weights
+from ppo_kernels import PPOLoss, ValueLoss, token_weights, value_loss
 
 
 @dataclass(frozen=True)
@@ -112,30 +113,29 @@ def _loss(
     impl: str,
 ) -> tuple[Tensor, PPOLoss]:
     """L = L_policy + c_vf·L_value − c_H·Σ w·H of one micro-batch; no L_value without a critic."""
-    entropy_loss: Tensor | float = 0.0
-    if ppo.entropy_coef:
-        logprobs, entropy = response_logprobs_and_entropy(
-            actor, micro, temperature=temperature, impl=impl
-        )
-        entropy_loss = -ppo.entropy_coef * (weights * entropy).sum()
-    else:
-        logprobs = response_logprobs(actor, micro, temperature=temperature, impl=impl)
-    parts = ppo_loss(
-        logprobs,
+    objective = Objective(
         micro.old_logprobs,
         micro.advantages,
-        micro.old_values if critic is None else response_values(critic, micro),
-        micro.old_values,
-        micro.returns,
         weights,
         cliprange=ppo.cliprange,
         cliprange_high=ppo.cliprange_high,
         dual_clip=ppo.dual_clip,
+        entropy_coef=ppo.entropy_coef,
+    )
+    policy = response_policy_loss(actor, micro, objective, temperature=temperature, impl=impl)
+    if critic is None:
+        zero = torch.zeros_like(policy.loss.detach())
+        return policy.loss, PPOLoss(policy.loss, policy.policy, ValueLoss(zero, zero, zero))
+    value = value_loss(
+        response_values(critic, micro),
+        micro.old_values,
+        micro.returns,
+        weights,
         cliprange_value=ppo.cliprange_value,
-        vf_coef=ppo.vf_coef,
         impl=impl,
     )
-    return parts.loss + entropy_loss, parts
+    loss = policy.loss + ppo.vf_coef * value.loss
+    return loss, PPOLoss(loss, policy.policy, value._replace(loss=value.loss.detach()))
 
 
 def _step(learner: Learner, max_grad_norm: float, accelerator: Accelerator) -> Tensor:

@@ -48,12 +48,20 @@ def make_batch(actor: PreTrainedModel, rows: int = 6, prompt: int = 4, width: in
 
 
 def run(
-    actor: PreTrainedModel, critic: Critic, batch: Minibatch, ppo: PPOConfig, seed: int = 0
+    actor: PreTrainedModel,
+    critic: Critic,
+    batch: Minibatch,
+    ppo: PPOConfig,
+    *,
+    by_logits: bool = False,
 ) -> list[UpdateStats]:
     optim = OptimConfig(actor_lr=1e-2, critic_lr=1e-2, max_grad_norm=0.5)
-    learners = [make_learner(model, 1e-2, optim, 100) for model in (Policy(actor), critic)]
+    policy = Policy(actor)
+    if by_logits:
+        policy.head = None
+    learners = [make_learner(model, 1e-2, optim, 100) for model in (policy, critic)]
     how = {"temperature": 1.0, "max_grad_norm": 0.5, "accelerator": Accelerator(), "impl": "torch"}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return list(update(*learners, batch, ppo, generator=generator, **how))
 
 
@@ -170,3 +178,22 @@ def test_updates_stop_before_the_step_whose_kl_is_past_the_target(llama: PreTrai
     stats = run(actor, make_critic(llama), batch, replace(plain, target_kl=1e-3))
     assert [s.loss.policy.approx_kl.item() for s in stats] == kls[:first_past]
     assert all(parameter.grad is None for parameter in actor.parameters())
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+def test_models_that_keep_their_logits_take_the_same_steps(
+    llama: PreTrainedModel, dual_clip: float | None
+) -> None:
+    batch = make_batch(llama)
+    batch = replace(batch, old_logprobs=batch.old_logprobs - 0.5)  # so that clipping binds
+    ppo = PPOConfig(entropy_coef=0.1, dual_clip=dual_clip, cliprange_high=0.3)
+    actors = [copy.deepcopy(llama) for _ in range(2)]
+    both = [
+        run(actor, make_critic(llama), batch, ppo, by_logits=by_logits)
+        for actor, by_logits in zip(actors, (False, True), strict=True)
+    ]
+    for lean, full in zip(*both, strict=True):
+        torch.testing.assert_close(lean.loss.policy, full.loss.policy, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(lean.actor_grad_norm, full.actor_grad_norm, atol=0, rtol=1e-4)
+    for a, b in zip(actors[0].parameters(), actors[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=5e-5, rtol=0)
