@@ -92,6 +92,11 @@ def rows_per_chunk(chunk_bytes: int | None, row_bytes: int, device: torch.device
     return max(GPU_CHUNK_ROWS, GPU_CHUNK_BYTES // row_bytes)
 
 
+def _is_readable(device: torch.device) -> bool:
+    """Whether Python can look at values without waiting for the device."""
+    return device.type == "cpu"
+
+
 class Chunks:
     """Cut rows into chunks of about equal size.
 
@@ -100,9 +105,9 @@ class Chunks:
     """
 
     def __init__(self, counted: Tensor, most_rows: int) -> None:
-        on_cpu = counted.device.type == "cpu"
-        self._index = counted.nonzero().squeeze(1) if on_cpu and not counted.all() else None
-        self._keep = None if on_cpu else counted
+        can_look = _is_readable(counted.device)
+        self._index = counted.nonzero().squeeze(1) if can_look and not counted.all() else None
+        self._keep = None if can_look else counted
         self._rows = len(counted) if self._index is None else len(self._index)
         self.count = -(-self._rows // most_rows)
         self.size = -(-self._rows // max(self.count, 1))

@@ -69,6 +69,29 @@ def test_masked_rows_cost_no_matmul_on_a_cpu(matmuls):
     assert matmuls == [3]
 
 
+@pytest.mark.parametrize("head", [{}, {"logit_softcap": 2.0}])
+def test_devices_that_cannot_be_looked_at_multiply_zeros(head, matmuls, monkeypatch, impl):
+    """What a GPU does: every row stays in, and what does not count reaches nothing."""
+    hidden, weight, tokens = sample()
+    mask = torch.tensor([True, False, True, True, False, True, False, True])
+    hidden.data[~mask] = torch.nan
+    old, advantages = (torch.where(mask, torch.randn(N), torch.nan) for _ in range(2))
+    results = []
+    for readable in (False, True):
+        monkeypatch.setattr("ppo_kernels._linear.rows._is_readable", lambda _, x=readable: x)
+        matmuls.clear()
+        x = {"response_mask": mask, "impl": impl if not readable else "reference", **head}
+        both = linear_token_logprobs_and_entropy(hidden, weight, tokens, **x)
+        assert readable or impl == "reference" or matmuls == [N]
+        kl = linear_categorical_kl(hidden, weight, hidden, weight.flip(0), **x)
+        del x["response_mask"]
+        loss = linear_ppo_loss(hidden, weight, tokens, old, advantages, mask, **x).loss
+        value = both[0].sum() + both[1].square().sum() + kl.sum() + loss
+        results.append([*both, kl, loss, *torch.autograd.grad(value, (hidden, weight))])
+    assert_close(*results, rtol=1e-5, atol=1e-5)
+    assert (results[0][4][~mask] == 0).all()
+
+
 def test_matmuls_of_the_loss(matmuls):
     hidden, weight, tokens = sample()
     x = (hidden, weight, tokens, torch.zeros(N), torch.ones(N), torch.ones(N).bool())
@@ -281,3 +304,24 @@ def test_compiles_to_one_graph():
         value = function(hidden, weight, tokens, mask)
         results.append([value, *torch.autograd.grad(value, (hidden, weight))])
     assert_close(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_adds_in_float32_and_never_waits():
+    torch.manual_seed(0)
+    x = torch.randn(300, 64).bfloat16(), torch.randn(1000, 64).bfloat16()
+    tokens, advantages = torch.randint(1000, (300,)), torch.randn(300)
+    results = []
+    for device in ("cpu", "cuda"):
+        hidden, weight = (t.to(device).requires_grad_() for t in x)
+        constants = [t.to(device) for t in (tokens, advantages - 7, advantages, advantages > -1)]
+        options = {"chunk_bytes": 100 * 2000, "entropy_coef": 0.1}
+        linear_ppo_loss(hidden, weight, *constants, **options)  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        result = linear_ppo_loss(hidden, weight, *constants, **options)
+        grads = torch.autograd.grad(result.loss, (hidden, weight))
+        torch.cuda.set_sync_debug_mode("default")
+        results.append([t.float().cpu() for t in (result.loss, *result.policy, *grads)])
+    assert_close(*results, rtol=2e-2, atol=2e-4)

@@ -15,13 +15,18 @@ N, D, V = 12, 6, 41
 
 
 def sample(dtype=torch.float32, n=N):
-    """hidden, weight, bias; tokens, old_logprobs (some ratios far out), advantages."""
+    """hidden, weight, bias; tokens, old_logprobs, advantages.
+
+    Ratios from e to 1/e: Â < 0 at 2.7 (dual clip), Â > 0 at 1.095 (within ε_high, not within ε).
+    """
     x = (torch.randn(n, D), torch.randn(V, D), torch.randn(V))
     hidden, weight, bias = (t.to(dtype) for t in x)
     tokens = torch.randint(V, (n,))
     logprobs, _ = reference.linear_token_logprobs_and_entropy(hidden, weight, tokens, bias=bias)
     old = (logprobs + torch.linspace(-1, 1, n)).float()
-    return (hidden, weight, bias), (tokens, old, torch.randn(n))
+    sign = torch.where(torch.arange(n) % 5 == 0, -1.0, 1.0)
+    sign[5:6] = 1
+    return (hidden, weight, bias), (tokens, old, (torch.rand(n) + 0.5) * sign)
 
 
 def flat(result):
@@ -55,7 +60,7 @@ def composition(hidden, weight, tokens, old, advantages, weights, *, bias, entro
     return reference.LinearPPOLoss(loss, policy._replace(loss=policy.loss.detach()), mean)
 
 
-MASK = torch.arange(N) % 4 != 1
+MASK = torch.arange(N) % 4 != 2
 WEIGHTS = {
     "mask": MASK,
     "token-mean": token_weights(MASK.view(3, 4), "token-mean", num_tokens=100).flatten(),
@@ -69,7 +74,7 @@ WEIGHTS = {
 def test_is_the_composition_of_its_parts(weights, chunk_bytes, impl):
     inputs, constants = sample()
     options = {"entropy_coef": 0.1, "temperature": 0.8, "dual_clip": 1.5, "cliprange_high": 0.3}
-    options["cliprange"] = 0.1
+    options["cliprange"] = 0.05
     got = run(linear_ppo_loss, inputs, constants, weights, **options, chunk_bytes=chunk_bytes,
               impl=impl)  # fmt: skip
     want = run(composition, inputs, constants, weights, **options, impl=impl)
@@ -89,7 +94,9 @@ def test_as_exact_as_the_specification_in_float32(head, impl):
     )
     for got, want, own in zip(results, oracle, baseline, strict=True):
         # The loss is a sum of terms around 1 that cancel; its baseline may be exact by luck.
-        assert_within_error_budget(got, want, own, tiny=None if got.dim() else 5e-7)
+        # Factor 3: a dozen rows are few to find the baseline's largest error in.
+        tiny = None if got.dim() else 5e-7
+        assert_within_error_budget(got, want, own, tiny=tiny, factor=3.0)
 
 
 def test_first_update_on_paper(impl):
