@@ -244,5 +244,11 @@ def compile_specs() -> list[CompileSpec]:
     lost = {"REF_ALIGNED": False, "GRAD_ALIGNED": False}
     for kernel in (forward_kernel, forward_pair_kernel, backward_kernel):
         specs.append(_spec(kernel, "columns apart", "bf16", LANES, UNIT=False, UNROLL=1, **lost))
-        specs.append(_spec(kernel, "rows out of phase", "bf16", LANES, **lost))
+        if kernel is not forward_pair_kernel:
+            specs.append(_spec(kernel, "rows out of phase", "bf16", LANES, **lost))
+    specs += [
+        _spec(forward_pair_kernel, "rows out of phase", dtype, lanes, REF_ALIGNED=False)
+        for dtype in ("bf16", "fp16", "fp32")
+        for lanes in (SHORT_LANES, LANES)
+    ]
     return specs

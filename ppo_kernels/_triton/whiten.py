@@ -118,11 +118,15 @@ def compile_specs() -> list[CompileSpec]:
         specs.append(
             tiles.compile_spec(moments_kernel, f"moments {name}", split, mask, streaming_loads=wide)
         )
-        given = {**tile, "MOMENTS": "given", "SHIFT_MEAN": True}
-        specs.append(
-            tiles.compile_spec(whiten_kernel, f"whiten {name}", given, mask, streaming_loads=wide)
-        )
-    own = {"MOMENTS": "tile", "SHIFT_MEAN": True, "ROWS": 1, "COLS": ONE_TILE, "VEC": 4}
-    pointers = {**mask, "moments_ptr": None}
-    specs.append(tiles.compile_spec(whiten_kernel, "whiten one tile", own, pointers, num_warps=8))
+        for mode in ("given", "split"):
+            known = {**tile, "MOMENTS": mode, "SHIFT_MEAN": True}
+            label = f"whiten {name}, moments {mode}"
+            specs.append(
+                tiles.compile_spec(whiten_kernel, label, known, mask, streaming_loads=wide)
+            )
+        shape = {**tile, "ROWS": 1, "COLS": ONE_TILE} if name.startswith("flat") else tile
+        own = {**shape, "MOMENTS": "tile", "SHIFT_MEAN": True}
+        pointers = {**mask, "moments_ptr": None}
+        label = f"whiten one tile {name}"
+        specs.append(tiles.compile_spec(whiten_kernel, label, own, pointers, 8, wide))
     return specs

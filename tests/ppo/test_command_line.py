@@ -200,7 +200,7 @@ def test_every_suggestion_exists() -> None:
         (["train"], "unexpected argument 'train': settings are given as --KEY VALUE"),
         (["-steps", "3"], "unexpected argument '-steps': settings are given as --KEY VALUE"),
         (["--ste", "3"], "unknown key ste = '3': did you mean steps (an integer >= 1)?"),
-        (["--ppo", "3"], "ppo is a section of keys such as ppo.ppo_epochs, got '3'"),
+        (["--ppo", "3"], "ppo is a section of keys such as ppo.advantage_estimator, got '3'"),
         (["--config", "no.yaml"], "no.yaml: no such file"),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_broken_command_line(argv: list[str], line: str) -> None:
         ("steps: [1\n", "2: broken YAML: expected ',' or ']', but got '<stream end>'"),
         ("- steps\n", "1: expected lines of `key: value`"),
         ("? [a]\n: 1\n", "1: expected lines of `key: value`"),
-        ("ppo: 3\n", "1: ppo is a section of keys such as ppo.ppo_epochs, got 3"),
+        ("ppo: 3\n", "1: ppo is a section of keys such as ppo.advantage_estimator, got 3"),
         ("\nactor: 12\n", "2: actor must be text or null, got 12 (put quotes around it)"),
         ("output_dir: no\n", "1: output_dir must be text, got false (put quotes around it)"),
         ("ppo:\n  gamma: 'fast'\n", "2: ppo.gamma must be a number in [0, 1], got 'fast'"),
