@@ -209,8 +209,9 @@ def test_every_configuration_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JITFunction, "run", recorded)
     for length in (1, 51, 52, 200, 201, 1000, 1001, 3000, 3001):
         drawn = [x.to(DEVICE) for x in draw_tokens(9, length + 8)]
-        for inputs in ([x[:, :length].contiguous() for x in drawn], [x[:, :length] for x in drawn]):
-            for op in OVER_TOKENS.values():
+        parts = [x[:, :length] for x in drawn]
+        for op in OVER_TOKENS.values():
+            for inputs in (parts, [x[:2] for x in parts], [x.contiguous() for x in parts]):
                 compare(op, inputs)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for columns in (1000, 1001, 9000, 9001):
@@ -245,8 +246,7 @@ def test_compiled_graph() -> None:
     compiled = torch.compile(loss, fullgraph=True, backend=backend)
     gradients = []
     for function in (loss, compiled):
-        leaf = z.detach().requires_grad_()
-        value = function(leaf)
+        value = function(leaf := z.detach().requires_grad_())
         gradients.append((value.detach(), *torch.autograd.grad(value, leaf)))
     torch.testing.assert_close(*gradients)
 
