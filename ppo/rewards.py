@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo.config import InputError
 from ppo.data import left_pad
 from ppo.policy import position_ids
+from ppo.supervised import right_pad
 
 Judge = Callable[[list[str], list[str]], Sequence[float]]
 
@@ -52,10 +53,8 @@ def score_texts(
     rows = [tokenizer(text)["input_ids"] for text in texts]
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     device = next(model.parameters()).device
-    if hasattr(model, "score"):
-        ids, mask = left_pad(rows, pad_id)
-    else:
-        ids, mask = (part.flip(1) for part in left_pad([row[::-1] for row in rows], pad_id))
+    # encoders read the first token, or have absolute positions: their rows start at column 0
+    ids, mask = (left_pad if hasattr(model, "score") else right_pad)(rows, pad_id)
     return score_tokens(model, ids.to(device), mask.to(device))
 
 
