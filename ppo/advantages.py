@@ -13,7 +13,75 @@ import torch
 from torch import Tensor
 
 from ppo.reward_shaping import check_scores
-from ppo_kernels import gae, whiten
+from ppo.sections import PPOConfig
+from ppo_kernels import gae, ppo_advantages, token_rewards, whiten
+
+
+def estimate_advantages(
+    ppo: PPOConfig,
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    values: Tensor | None,
+    response_mask: Tensor,
+    *,
+    kl_coef: float,
+    num_samples: int,
+    bootstrap_values: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """Compute advantages and returns by `ppo.advantage_estimator`, KL in the reward.
+
+    Args:
+        ppo: the settings.
+        scores: [B], the shaped scores.
+        logprobs: [B,T], of the rollout.
+        ref_logprobs: [B,T], of the reference.
+        values: [B,T], V(s_t); None without a critic.
+        response_mask: [B,T] bool.
+        kl_coef: β of the KL in the reward; 0 where it is charged in the loss.
+        num_samples: responses of each prompt.
+        bootstrap_values: [B], V after the last token; None: 0.
+        impl: of the operators.
+
+    Returns:
+        Two of [B,T]; without a critic the returns are 0 and nothing reads them.
+    """
+    # the exact KL is there already, per token: k1 of it against 0 is itself
+    estimator = "k1" if ppo.kl_estimator == "exact" else ppo.kl_estimator
+    if values is not None:
+        advantages, returns, moments = ppo_advantages(
+            scores,
+            logprobs,
+            ref_logprobs,
+            values,
+            response_mask,
+            kl_coef=kl_coef,
+            estimator=estimator,
+            gamma=ppo.gamma,
+            gae_lambda=ppo.gae_lambda,
+            bootstrap_values=bootstrap_values,
+            impl=impl,
+        )
+        if ppo.whiten_advantages:
+            advantages = whiten(advantages, response_mask, moments=moments, impl=impl)
+        return advantages, returns
+    rewards = token_rewards(
+        scores,
+        logprobs,
+        ref_logprobs,
+        response_mask,
+        kl_coef=kl_coef,
+        estimator=estimator,
+        impl=impl,
+    )
+    if ppo.advantage_estimator == "reinforce_pp":
+        advantages = reinforce_pp(rewards, response_mask, gamma=ppo.gamma, impl=impl)
+    elif ppo.advantage_estimator == "rloo":
+        advantages = rloo(rewards.sum(1), response_mask, num_samples=num_samples)
+    else:
+        advantages = grpo(rewards.sum(1), response_mask, num_samples=num_samples)
+    return advantages, torch.zeros_like(advantages)
 
 
 @torch.no_grad()

@@ -30,6 +30,10 @@ class Rollout:
         """True at the tokens of prompt and response, [B,P+T]."""
         return torch.cat([self.prompt_mask, self.response_mask], dim=1)
 
+    def to(self, device: torch.device) -> Rollout:
+        """The same on a device."""
+        return Rollout(*(getattr(self, field.name).to(device) for field in fields(self)))
+
 
 @dataclass(frozen=True)
 class Minibatch:
@@ -40,6 +44,7 @@ class Minibatch:
     responses: Tensor  # [B,T]
     response_mask: Tensor  # [B,T]
     old_logprobs: Tensor  # [B,T] fp32, nats
+    ref_logprobs: Tensor  # [B,T] fp32, nats
     old_values: Tensor  # [B,T] fp32
     advantages: Tensor  # [B,T] fp32
     returns: Tensor  # [B,T] fp32

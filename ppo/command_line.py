@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from ppo.config import Config
-from ppo.schema import InputError, check_value, expected, settings_of, show
+from ppo.schema import ANY, InputError, check_value, default_of, expected, settings_of, show
 from ppo.tables import read_text
 
 C = TypeVar("C")
@@ -125,9 +125,9 @@ def make_parser(command: Command[Any]) -> ArgumentParser:
         (groups[section] if section else parser).add_argument(
             f"--{key}",
             type=hint,
-            default=declared.default,
+            default=default_of(declared),
             metavar=name.upper(),
-            help=f"{meaning}; in {interval}" if interval else meaning,
+            help=f"{meaning}; in {interval}" if interval not in ("", ANY) else meaning,
         )
     return parser
 

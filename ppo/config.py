@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field
 from typing import Any, Literal
 
-from ppo.schema import InputError, check_section, setting, settings_of
+from ppo.schema import InputError, check_section, mapping, setting, settings_of
+from ppo.sections import ModelsConfig, OptimConfig, PPOConfig, RolloutConfig
 
 __all__ = [
     "Config",
     "InputError",
+    "ModelsConfig",
     "OptimConfig",
     "PPOConfig",
     "RolloutConfig",
@@ -26,128 +28,6 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class PPOConfig:
-    """The algorithm: advantages, losses and how often each rollout is used."""
-
-    advantage_estimator: Literal["gae", "reinforce_pp", "rloo", "grpo"] = setting(
-        "gae", "how advantages come about; all but gae do without a critic"
-    )
-    ppo_epochs: int = setting(2, "passes over each rollout", "[1, inf)")
-    num_minibatches: int = setting(
-        2, "optimiser steps in each pass; must divide the responses of a rollout", "[1, inf)"
-    )
-    micro_batch_size: int | None = setting(
-        None, "sequences in one forward pass; null: a whole minibatch; saves memory", "[1, inf)"
-    )
-    gamma: float = setting(1.0, "discount gamma of later rewards, per token", "[0, 1]")
-    gae_lambda: float = setting(
-        0.95, "lambda of GAE; 1 is Monte Carlo, 0 one-step TD (Schulman et al. 2016)", "[0, 1]"
-    )
-    cliprange: float = setting(
-        0.2, "epsilon: the ratio is clipped at 1 - epsilon and 1 + epsilon (PPO paper)", "(0, 1)"
-    )
-    cliprange_high: float | None = setting(
-        None, "upper clip width where it differs, clip-higher of DAPO; null: cliprange", "(0, inf)"
-    )
-    dual_clip: float | None = setting(
-        None, "bounds the loss of negative advantages, c of Ye et al. 2020; null: off", "(1, inf)"
-    )
-    cliprange_value: float | None = setting(
-        0.2, "how far a value may move from the rollout's, in reward units; null: off", "(0, inf)"
-    )
-    vf_coef: float = setting(1.0, "weight of the value loss", "[0, inf)")
-    kl_coef: float = setting(
-        0.05, "beta: reward lost for each nat of KL to the reference", "[0, inf)"
-    )
-    kl_estimator: Literal["k1", "abs", "k2", "k3"] = setting(
-        "k1", "estimator of that KL from the sampled token (Schulman 2020)"
-    )
-    kl_controller: Literal["fixed", "proportional", "ppo_paper"] = setting(
-        "fixed", "how beta moves after each rollout (Ziegler et al. 2019; PPO paper, section 4)"
-    )
-    kl_target: float = setting(
-        6.0, "KL that the controller holds, nats summed over a response", "(0, inf)"
-    )
-    kl_horizon: float = setting(
-        10_000.0, "responses in which the proportional controller corrects an error", "(0, inf)"
-    )
-    target_kl: float | None = setting(
-        None, "skip a rollout's further updates once approx_kl passes this; null: never", "(0, inf)"
-    )
-    entropy_coef: float = setting(0.0, "weight of the entropy bonus", "[0, inf)")
-    whiten_advantages: bool = setting(
-        True, "scale GAE's advantages to mean 0 and variance 1 over the tokens that count"
-    )
-    missing_eos_penalty: float = setting(
-        1.0, "subtracted from the score of a response without EOS, in reward units", "[0, inf)"
-    )
-    score_clip: float | None = setting(
-        None, "scores are clipped to this size, before anything else; null: off", "(0, inf)"
-    )
-    score_normalization: Literal["none", "batch", "running"] = setting(
-        "none", "scale scores to mean 0 and variance 1 over the batch, or over all seen so far"
-    )
-    length_penalty_alpha: float = setting(
-        0.0, "score / length^alpha, with the same loss for negative scores; 0: off", "[0, inf)"
-    )
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = setting(
-        "token-mean", "how token losses become one loss (names as in verl)"
-    )
-
-    def __post_init__(self) -> None:
-        check_section(self, "ppo.")
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """Sampling: how many prompts, how long, how random."""
-
-    batch_size: int = setting(64, "prompts sampled in each step", "[1, inf)")
-    samples_per_prompt: int = setting(1, "responses to each of them", "[1, inf)")
-    max_prompt_tokens: int = setting(512, "longest prompt, in tokens with BOS", "[1, inf)")
-    long_prompts: Literal["error", "drop", "truncate"] = setting(
-        "error", "what happens to longer prompts; truncate keeps BOS and the last tokens"
-    )
-    continue_assistant: bool = setting(
-        False, "whether a chat prompt may end with the assistant's turn, which is then continued"
-    )
-    max_new_tokens: int = setting(48, "longest response, in tokens", "[1, inf)")
-    temperature: float = setting(
-        1.0, "divides the logits, when sampling and when training", "(0, inf)"
-    )
-
-    def __post_init__(self) -> None:
-        check_section(self, "rollout.")
-
-    @property
-    def responses(self) -> int:
-        """How many responses a step samples."""
-        return self.batch_size * self.samples_per_prompt
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """AdamW, one optimiser for the actor and one for the critic."""
-
-    actor_lr: float = setting(3e-4, "learning rate of the actor", "[0, inf)")
-    critic_lr: float = setting(1e-3, "learning rate of the critic", "[0, inf)")
-    betas: tuple[float, float] = setting(
-        (0.9, 0.95), "decay of the first and second moment", "[0, 1)"
-    )
-    eps: float = setting(1e-5, "epsilon of AdamW (Huang et al. 2022)", "(0, inf)")
-    lr_schedule: Literal["constant", "linear", "cosine"] = setting(
-        "constant", "how the learning rates fall over the run's optimiser steps"
-    )
-    warmup_steps: int = setting(0, "optimiser steps in which the rates rise at first", "[0, inf)")
-    lr_floor: float = setting(0.0, "share of the rates that is left at the end", "[0, 1]")
-    weight_decay: float = setting(0.0, "decoupled weight decay", "[0, inf)")
-    max_grad_norm: float = setting(1.0, "gradients are scaled down to this 2-norm", "(0, inf)")
-
-    def __post_init__(self) -> None:
-        check_section(self, "optim.")
-
-
-@dataclass(frozen=True)
 class Config:
     """A whole run. Without actor, reward_model and prompts it trains the embedded demo."""
 
@@ -155,6 +35,14 @@ class Config:
     reward_model: str | None = setting(
         None, "sequence classifier with one label that scores responses: folder or hub id"
     )
+    reward_model_weight: float = setting(
+        1.0, "weight of its score among the rewards", "(-inf, inf)"
+    )
+    reward_functions: dict[str, float] = mapping(
+        "module:function or URL of each further reward, with its weight", "(-inf, inf)"
+    )
+    reward_timeout: float = setting(60.0, "seconds that a URL has to answer", "(0, inf)")
+    reward_retries: int = setting(5, "further attempts at a URL, at growing distance", "[0, inf)")
     critic: str | None = setting(
         None, "start of the value model: folder or hub id; null: reward model or actor"
     )
@@ -171,11 +59,24 @@ class Config:
     eval_prompts: str | None = setting(
         None, "held-out prompts, sampled before and after; same formats"
     )
+    ptx_data: str | None = setting(
+        None, "prompts and responses to be imitated beside PPO, as ppo.sft takes; null: none"
+    )
     judge: str | None = setting(
         None, "module:function from prompts and responses to scores; it measures, never trains"
     )
     demo_dir: str | None = setting(None, "folder of the embedded demo; null: the user's cache")
     output_dir: str = setting("runs", "each run makes a folder of its own in here")
+    resume: str | None = setting(
+        None, "run folder to go on with, as if it had never stopped; auto: the newest that fits"
+    )
+    checkpoint_every: int = setting(
+        50, "steps between checkpoints; 0: only where a run is stopped", "[0, inf)"
+    )
+    keep_last: int = setting(2, "checkpoints that stay on the disk", "[1, inf)")
+    skip_bad_steps: bool = setting(
+        False, "leave out optimiser steps with NaN or infinity, and count them, instead of stopping"
+    )
     steps: int = setting(40, "rollouts, each followed by its updates", "[1, inf)")
     seed: int = setting(0, "fixes every random number of the run", "[0, 4294967295]")
     threads: int | None = setting(None, "CPU threads of torch; null: all cores", "[1, inf)")
@@ -187,6 +88,7 @@ class Config:
     ppo: PPOConfig = field(default_factory=PPOConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    models: ModelsConfig = field(default_factory=ModelsConfig)
 
     def __post_init__(self) -> None:
         check_section(self, "")
@@ -194,6 +96,9 @@ class Config:
         _check_minibatches(self.rollout.responses, self.ppo.num_minibatches)
         _check_kl_controller(self.ppo, self.rollout.responses)
         _check_estimator(self)
+        _check_critic(self)
+        _check_sharing(self)
+        _check_lengths(self.rollout)
         if self.optim.warmup_steps > self.optimizer_steps:
             raise InputError(
                 f"optim.warmup_steps must not exceed the run's {self.optimizer_steps} optimiser "
@@ -201,9 +106,19 @@ class Config:
             )
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether values are estimated; the other estimators do without."""
+        return self.ppo.advantage_estimator == "gae"
+
+    @property
+    def updates_per_step(self) -> int:
+        """How many optimiser steps follow each rollout."""
+        return self.ppo.ppo_epochs * self.ppo.num_minibatches
+
+    @property
     def optimizer_steps(self) -> int:
-        """How many steps each optimiser takes in the run."""
-        return self.steps * self.ppo.ppo_epochs * self.ppo.num_minibatches
+        """How many steps the critic's optimiser takes; the actor's misses those of the warm-up."""
+        return self.steps * self.updates_per_step
 
 
 def parse_args(argv: Sequence[str]) -> Config:
@@ -232,11 +147,15 @@ def settings() -> Mapping[str, tuple[Field[Any], Any]]:
 
 def _check_sources(config: Config) -> None:
     """The models and prompts come all from the caller or all from the demo."""
-    needed = ("actor", "reward_model", "prompts")
-    optional = ("critic", "ref", "eval_prompts", "prompt_column")
-    missing = [name for name in needed if getattr(config, name) is None]
-    given = [name for name in needed + optional if getattr(config, name) not in (None, "prompt")]
-    if missing and given:
+    own_reward = "reward_model" if not config.reward_functions else "reward_functions"
+    needed = ("actor", own_reward, "prompts")
+    optional = ("critic", "ref", "reward_model", "eval_prompts", "prompt_column")
+    unset: tuple[object, ...] = (None, "prompt", {})
+    missing = [name for name in needed if getattr(config, name) in unset]
+    given = [
+        name for name in dict.fromkeys(needed + optional) if getattr(config, name) not in unset
+    ]
+    if missing and given and given != ["reward_functions"]:
         raise InputError(
             f"{', '.join(given)} given without {', '.join(missing)}: "
             "give all of actor, reward_model and prompts, or none of them for the embedded demo"
@@ -280,4 +199,45 @@ def _check_kl_controller(ppo: PPOConfig, responses: int) -> None:
         raise InputError(
             f"ppo.kl_horizon must be greater than 0.2 x the responses of a rollout "
             f"({0.2 * responses:g}), got {ppo.kl_horizon:g}: ppo.kl_coef could turn negative"
+        )
+
+
+def _check_critic(config: Config) -> None:
+    ppo = config.ppo
+    if config.needs_critic:
+        if ppo.critic_warmup_steps >= config.steps:
+            raise InputError(
+                f"ppo.critic_warmup_steps must be smaller than steps ({config.steps}), "
+                f"got {ppo.critic_warmup_steps}: the actor would never learn"
+            )
+        return
+    for name in ("critic_warmup_steps", "critic_bias_from_scores", "bootstrap_truncated"):
+        if getattr(ppo, name):
+            raise InputError(
+                f"ppo.{name} needs ppo.advantage_estimator gae, got "
+                f"{ppo.advantage_estimator}, which has no critic"
+            )
+
+
+def _check_sharing(config: Config) -> None:
+    sharing = config.models.sharing
+    if sharing == "trunk" and not config.needs_critic:
+        raise InputError(
+            "models.sharing must be separate or lora for ppo.advantage_estimator "
+            f"{config.ppo.advantage_estimator}, which has no critic, got trunk"
+        )
+    if sharing == "trunk" and config.critic is not None:
+        raise InputError(
+            "critic must be null for models.sharing trunk, where the critic is a head on the "
+            f"actor, got {config.critic!r}"
+        )
+    if config.models.value_gradient and sharing != "trunk":
+        raise InputError(f"models.value_gradient needs models.sharing trunk, got {sharing}")
+
+
+def _check_lengths(rollout: RolloutConfig) -> None:
+    if rollout.min_new_tokens > rollout.max_new_tokens:
+        raise InputError(
+            f"rollout.min_new_tokens must not exceed rollout.max_new_tokens "
+            f"({rollout.max_new_tokens}), got {rollout.min_new_tokens}"
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ppo.prompt_files import Content, Message, Prompt, read_prompts
+from ppo.chat import render_chat, with_system
+from ppo.prompt_files import Content, Prompt, read_prompts
 from ppo.schema import InputError
 
 if TYPE_CHECKING:
@@ -44,6 +45,28 @@ class EncodedPrompts:
     """How many prompts were over the limit and are left out."""
     truncated: int
     """How many prompts were over the limit and have lost their first tokens."""
+    contents: list[Content]
+    """Text or chat messages of each of them, as the file has them."""
+
+    def take(self, indices: Sequence[int], times: int = 1) -> EncodedPrompts:
+        """These prompts, each so many times in a row."""
+        picked = [index for index in indices for _ in range(times)]
+        return replace(
+            self,
+            rows=[self.rows[index] for index in picked],
+            kept=[self.kept[index] for index in picked],
+            extra=[self.extra[index] for index in picked],
+            contents=[self.contents[index] for index in picked],
+        )
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """The other columns by name; None where a row has no such column."""
+        names = dict.fromkeys(name for row in self.extra for name in row)
+        return {name: [row.get(name) for row in self.extra] for name in names}
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 def encode_prompts(
@@ -97,6 +120,7 @@ def encode_prompts(
         extra=[prompts[index].extra for index in kept],
         dropped=len(rows) - len(kept),
         truncated=len(long) if long_prompts == "truncate" else 0,
+        contents=[prompts[index].content for index in kept],
     )
 
 
@@ -146,7 +170,7 @@ def encode_contents(
                 raise InputError(f"{place}: system_prompt needs chat messages, got text")
             texts.append(content)
         else:
-            messages = _with_system(content, system_prompt)
+            messages = with_system(content, system_prompt)
             texts.append(render_chat(tokenizer, messages, place, continue_assistant))
     plain = [isinstance(content, str) for content in contents]
     rows = _tokenize(tokenizer, texts, plain)
@@ -186,45 +210,6 @@ def _no_second_bos(ids: list[int], bos: int | None, eos: int | None) -> list[int
     while bos is not None and ids[:2] == [bos, bos]:
         ids = ids[1:]
     return ids
-
-
-def _with_system(messages: Sequence[Message], system_prompt: str | None) -> list[dict[str, Any]]:
-    own = bool(messages) and messages[0]["role"] == "system"
-    added = [{"role": "system", "content": system_prompt}] if system_prompt and not own else []
-    return [*added, *map(dict, messages)]
-
-
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    place: str,
-    continue_assistant: bool = False,
-) -> str:
-    """Write messages as text, open for the assistant.
-
-    Raises:
-        InputError: there is no chat template, it refuses the messages, or the assistant speaks
-            last and `continue_assistant` is off.
-    """
-    if not tokenizer.chat_template:
-        raise InputError(f"{place}: chat messages, but the tokenizer has no chat template")
-    open_turn = messages[-1]["role"] == "assistant"
-    if open_turn and not continue_assistant:
-        raise InputError(
-            f"{place}: the last message is the assistant's; "
-            "rollout.continue_assistant=true lets the response continue it"
-        )
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=not open_turn,
-                continue_final_message=open_turn,
-            )
-        )
-    except Exception as error:  # a template is a program: it raises what it likes
-        raise InputError(f"{place}: the chat template refuses the messages: {error}") from None
 
 
 def prompt_batches(count: int, batch_size: int, seed: int, start: int = 0) -> Iterator[list[int]]:

@@ -6,14 +6,16 @@ padding never enters. KL is in nats, once as a sum per sequence and once per tok
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ppo.batch import Rollout
+from ppo.look import Look
 from ppo.update import UpdateStats
-from ppo_kernels import kl_penalty
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -30,23 +32,20 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 def rollout_metrics(
     rollout: Rollout,
+    look: Look,
     *,
     scores: Tensor,
     shaped_scores: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    entropy: Tensor,
-    values: Tensor | None,
-    returns: Tensor | None,
+    returns: Tensor,
     kl_coef: float,
-    kl_estimator: str,
+    kl_in_loss: bool,
     eos_ids: Sequence[int],
 ) -> dict[str, float]:
     """Figures of the sampled responses and of how the frozen models see them."""
     mask = rollout.response_mask
     lengths = mask.sum(1)
-    kl = kl_penalty(logprobs, ref_logprobs, estimator=kl_estimator, response_mask=mask)
-    non_score_reward = -kl_coef * kl.sum(1).mean()
+    kl = look.kl
+    non_score_reward = -(0.0 if kl_in_loss else kl_coef) * kl.sum(1).mean()
     eos = torch.isin(rollout.responses, torch.tensor(list(eos_ids), device=mask.device)) & mask
     figures = {
         "objective/scores": scores.mean(),
@@ -55,15 +54,15 @@ def rollout_metrics(
         "objective/shaped_scores": shaped_scores.mean(),
         "objective/rlhf_reward": shaped_scores.mean() + non_score_reward,
         "objective/non_score_reward": non_score_reward,
-        "objective/entropy": -logprobs.sum(1).mean(),
-        "policy/entropy_avg": masked_mean(entropy, mask),
+        "objective/entropy": -look.logprobs.sum(1).mean(),
+        "policy/entropy_avg": masked_mean(look.entropy, mask),
         "val/num_eos_tokens": eos.sum(),
         "tokens/response_length_mean": lengths.float().mean(),
         "tokens/response_length_max": lengths.max(),
         "tokens/truncated_frac": (~rollout.finished).float().mean(),
     }
-    if values is not None and returns is not None:
-        figures["val/explained_variance"] = explained_variance(values, returns, mask)
+    if look.values is not None:
+        figures["val/explained_variance"] = explained_variance(look.values, returns, mask)
     distinct = {tuple(row) for row in rollout.responses.tolist()}
     return {
         **{name: float(figure) for name, figure in figures.items()},
@@ -73,22 +72,40 @@ def rollout_metrics(
 
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Means over the optimiser steps of one PPO step, and how many there were."""
-    figures: dict[str, list[Tensor]] = {
-        "policy/approxkl_avg": [u.loss.policy.approx_kl for u in updates],
-        "policy/clipfrac_avg": [u.loss.policy.clipfrac for u in updates],
+    """Means over the optimiser steps of one PPO step (of what trained), and how many there were."""
+    policies = [u.policy for u in updates if u.policy is not None]
+    values = [u.value for u in updates if u.value is not None]
+    figures: dict[str, list[Tensor | None]] = {
+        "policy/approxkl_avg": [each.approx_kl for each in policies],
+        "policy/clipfrac_avg": [each.clipfrac for each in policies],
         "policy/grad_norm": [u.actor_grad_norm for u in updates],
-        "loss/policy_avg": [u.loss.policy.loss for u in updates],
-        "val/ratio": [u.loss.policy.ratio_mean for u in updates],
-        "val/ratio_var": [u.loss.policy.ratio_var for u in updates],
+        "loss/policy_avg": [each.loss for each in policies],
+        "loss/kl_avg": [u.kl for u in updates],
+        "loss/ptx_avg": [u.supervised for u in updates],
+        "val/ratio": [each.ratio_mean for each in policies],
+        "val/ratio_var": [each.ratio_var for each in policies],
+        "loss/value_avg": [each.loss for each in values],
+        "val/clipfrac_avg": [each.clipfrac for each in values],
+        "value/grad_norm": [u.critic_grad_norm for u in updates],
     }
-    if all(u.critic_grad_norm is not None for u in updates):
-        figures |= {
-            "loss/value_avg": [u.loss.value.loss for u in updates],
-            "val/clipfrac_avg": [u.loss.value.clipfrac for u in updates],
-            "value/grad_norm": [
-                u.critic_grad_norm for u in updates if u.critic_grad_norm is not None
-            ],
-        }
-    means = {name: float(torch.stack(each).mean()) for name, each in figures.items() if each}
+    found = {
+        name: [each for each in column if each is not None] for name, column in figures.items()
+    }
+    means = {name: float(torch.stack(each).mean()) for name, each in found.items() if each}
     return {**means, "policy/updates": len(updates)}
+
+
+def phase_seconds(clock: Sequence[float], tokens: int) -> dict[str, float]:
+    """Seconds of generation, scoring and update, and prompt and response tokens per second."""
+    names = ("time/generate", "time/score", "time/update")
+    seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(names)}
+    total = clock[-1] - clock[0]
+    return {**seconds, "time/step": total, "perf/tokens_per_s": tokens / total}
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Highest memory so far, in 10⁹ bytes: of tensors on a GPU, elsewhere of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes * (1 if sys.platform == "darwin" else 1024) / 1e9

@@ -1,4 +1,4 @@
-"""A causal LM as PPO sees it: log-probabilities and entropy of response tokens, without logits.
+"""A causal LM as PPO sees it: what it says of response tokens, without logits.
 
 Where the logits are a linear map of the last hidden state, decoder and LM head are called apart:
 the head meets response positions only, in chunks, and the [B,T,V] logits never exist. A model that
@@ -7,17 +7,20 @@ does something else with its logits keeps them; `Policy` finds out when it is ma
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from ppo.adapters import activate, role_parameters, save_adapter
+from ppo.heads import causal_inputs, decoder, find_head, head_parameters, save_head
 from ppo_kernels import (
     LinearPPOLoss,
+    categorical_kl,
+    linear_categorical_kl,
     linear_ppo_loss,
     linear_token_logprobs,
     linear_token_logprobs_and_entropy,
@@ -26,21 +29,13 @@ from ppo_kernels import (
     token_logprobs_and_entropy,
 )
 
-# How far the two ways may differ on a handful of tokens, in nats: rounding of each format.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}
-
-
-@dataclass(frozen=True)
-class LinearHead:
-    """logits = softcap·tanh(scale·(W h + b)/softcap), or scale·(W h + b) without softcap."""
-
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-
 
 @dataclass(frozen=True)
 class Objective:
-    """What the clipped policy loss needs beside the log-probabilities: see `policy_loss`."""
+    """What the policy's loss needs beside the log-probabilities: see `policy_loss`.
+
+    With `ref_logprobs` the KL to the reference is part of it: kl_coef·Σ w_t·ρ_t·Δ_t.
+    """
 
     old_logprobs: Tensor  # [B,T], as the next two
     advantages: Tensor
@@ -49,17 +44,61 @@ class Objective:
     cliprange_high: float | None
     dual_clip: float | None
     entropy_coef: float
+    ref_logprobs: Tensor | None = None  # [B,T]
+    kl_coef: float = 0.0
+
+    @property
+    def clipped(self) -> dict[str, Any]:
+        """The arguments of `policy_loss`."""
+        rest = ("entropy_coef", "ref_logprobs", "kl_coef")
+        return {name: value for name, value in vars(self).items() if name not in rest}
+
+
+class PolicyOutput(NamedTuple):
+    """What was asked for; the rest is None."""
+
+    logprobs: Tensor | None = None  # [B,T] fp32: log π(a_t|s_t), 0 where the mask is False
+    entropy: Tensor | None = None  # [B,T] fp32: H_t
+    loss: LinearPPOLoss | None = None
+    kl_term: Tensor | None = None  # Σ w_t·ρ_t·Δ_t, as the loss has it
+    kl: Tensor | None = None  # [B,T] fp32: exact KL from the other policy
+    values: Tensor | None = None  # [B,T+1] fp32: V before each token and after the last
+
+
+class States(NamedTuple):
+    """Hidden states or logits before each response token."""
+
+    hidden: Tensor | None  # [B,T,D]
+    logits: Tensor | None  # [B,T,V]
+    all_hidden: Tensor | None  # [B,T+1,D]: the state after the last token as well
 
 
 class Policy(nn.Module):
-    """A causal LM whose forward pass returns log-probabilities, entropy, or both.
+    """A causal LM whose forward pass returns what PPO asks of response tokens.
 
     A module of its own, so that wrappers for several devices see every parameter's use.
+
+    Args:
+        model: the causal LM, PEFT adapters included.
+        adapter: which adapter of the model this policy is; see `adapters.activate`.
+        value_head: V(s) = head(h(s)) on the policy's own hidden states (`models.sharing: trunk`).
+        value_gradient: whether the value loss may move the policy through those states.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        adapter: str | None = None,
+        value_head: nn.Linear | None = None,
+        value_gradient: bool = False,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.adapter = adapter
+        self.value_head = value_head
+        self.value_gradient = value_gradient
+        activate(model, adapter)
         self.head, self.why_logits = find_head(model)
 
     def forward(
@@ -71,41 +110,144 @@ class Policy(nn.Module):
         *,
         temperature: float,
         impl: str,
+        with_logprobs: bool = True,
         with_entropy: bool = False,
+        with_values: bool = False,
         objective: Objective | None = None,
-    ) -> tuple[Tensor, Tensor | None] | LinearPPOLoss:
-        """Return log π(a_t|s_t) and, if wanted, H_t: [B,T] fp32, 0 where the mask is False.
+        against: Policy | None = None,
+    ) -> PolicyOutput:
+        """Return log-probabilities, and what else is asked for; with an objective, its loss.
 
-        With an objective return its loss instead; from hidden states that takes three matmuls with
-        the head's weight, where log-probabilities and then their gradient take four.
+        From hidden states the loss takes three matmuls with the head's weight, where
+        log-probabilities and then their gradient take four. `against` is the reference of the
+        exact KL.
         """
-        inputs = causal_inputs(self.model, prompts, prompt_mask, responses, response_mask)
-        first = prompts.shape[1] - 1
+        tokens = (prompts, prompt_mask, responses, response_mask)
         how: dict[str, Any] = {"temperature": temperature, "impl": impl}
-        if self.head is None:
-            keep = torch.arange(first, first + responses.shape[1], device=prompts.device)
-            logits = self.model(**inputs, logits_to_keep=keep).logits
-            return _from_logits(logits, responses, response_mask, with_entropy, objective, how)
-        hidden = decoder(self.model)(**inputs).last_hidden_state
-        hidden = hidden[:, first : first + responses.shape[1]]
-        weight, how["bias"] = head_parameters(self.model)
-        how |= asdict(self.head)
-        if objective is not None:
-            return linear_ppo_loss(hidden, weight, responses, **vars(objective), **how)
+        other = None
+        if against is not None:
+            with torch.no_grad():
+                other = against.states(*tokens)
+        states = self.states(*tokens, with_values=with_values)
+        kl = None
+        if against is not None and other is not None:
+            kl = self._exact_kl(states, against, other, response_mask, how)
+        values = None
+        if self.value_head is not None and states.all_hidden is not None:
+            hidden = states.all_hidden if self.value_gradient else states.all_hidden.detach()
+            values = self.value_head(hidden).squeeze(-1).float()
+        if not (with_logprobs or objective):
+            return PolicyOutput(kl=kl, values=values)
+        ask = self._of_hidden if states.hidden is not None else _of_logits
+        source = cast(Tensor, states.logits if states.hidden is None else states.hidden)
+        found = ask(source, responses, response_mask, with_entropy, objective, how)
+        return found._replace(kl=kl, values=values)
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that the actor's optimiser moves: not those of a value head."""
+        if self.adapter is not None:
+            return role_parameters(self.model, self.adapter)
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write an ordinary model folder, or the adapter; a value head goes beside it."""
+        if self.adapter is not None:
+            save_adapter(self.model, self.adapter, folder)
+        else:
+            self.model.save_pretrained(folder)
+        if self.value_head is not None:
+            save_head(self.value_head, folder)
+
+    def states(
+        self,
+        prompts: Tensor,
+        prompt_mask: Tensor,
+        responses: Tensor,
+        response_mask: Tensor,
+        *,
+        with_values: bool = False,
+    ) -> States:
+        """Run the decoder, and where there is no linear head, the whole model."""
+        activate(self.model, self.adapter)
+        inputs = causal_inputs(self.model, prompts, prompt_mask, responses, response_mask)
+        first, width = prompts.shape[1] - 1, responses.shape[1]
+        if self.head is not None:
+            hidden = decoder(self.model)(**inputs).last_hidden_state[:, first:]
+            return States(hidden[:, :width], None, hidden if with_values else None)
+        keep = torch.arange(first, first + width, device=prompts.device)
+        output = self.model(**inputs, logits_to_keep=keep, output_hidden_states=with_values)
+        hidden = output.hidden_states[-1][:, first:] if with_values else None
+        return States(None, output.logits, hidden)
+
+    def _of_hidden(
+        self,
+        hidden: Tensor,
+        responses: Tensor,
+        response_mask: Tensor,
+        with_entropy: bool,
+        objective: Objective | None,
+        how: dict[str, Any],
+    ) -> PolicyOutput:
+        weight, bias = head_parameters(self.model)
+        how = {**how, "bias": bias, **asdict(cast(Any, self.head))}
+        if objective is not None and objective.ref_logprobs is None:
+            coef = {"entropy_coef": objective.entropy_coef}
+            settings = {**objective.clipped, **coef, **how}
+            return PolicyOutput(loss=linear_ppo_loss(hidden, weight, responses, **settings))
         how["response_mask"] = response_mask
-        if with_entropy:
-            return linear_token_logprobs_and_entropy(hidden, weight, responses, **how)
-        return linear_token_logprobs(hidden, weight, responses, **how), None
+        entropy = None
+        if with_entropy or (objective is not None and objective.entropy_coef):
+            logprobs, entropy = linear_token_logprobs_and_entropy(hidden, weight, responses, **how)
+        else:
+            logprobs = linear_token_logprobs(hidden, weight, responses, **how)
+        if objective is None:
+            return PolicyOutput(logprobs, entropy)
+        return _loss(logprobs, entropy, objective, how["impl"])
+
+    def _exact_kl(
+        self,
+        states: States,
+        against: Policy,
+        other: States,
+        response_mask: Tensor,
+        how: dict[str, Any],
+    ) -> Tensor:
+        how = {**how, "response_mask": response_mask}
+        if states.hidden is not None and other.hidden is not None and self.head == against.head:
+            weight, bias = head_parameters(self.model)
+            ref_weight, ref_bias = head_parameters(against.model)
+            return linear_categorical_kl(
+                states.hidden,
+                weight,
+                other.hidden,
+                ref_weight.detach(),
+                bias=bias,
+                ref_bias=ref_bias,
+                **asdict(cast(Any, self.head)),
+                **how,
+            )
+        return categorical_kl(self._logits(states), against._logits(other), **how)
+
+    def _logits(self, states: States) -> Tensor:
+        if states.logits is not None:
+            return states.logits
+        weight, bias = head_parameters(self.model)
+        head = cast(Any, self.head)
+        logits: Tensor = (
+            nn.functional.linear(cast(Tensor, states.hidden), weight, bias) * head.logit_scale
+        )
+        cap = head.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _from_logits(
+def _of_logits(
     logits: Tensor,
     responses: Tensor,
     response_mask: Tensor,
     with_entropy: bool,
     objective: Objective | None,
     how: dict[str, Any],
-) -> tuple[Tensor, Tensor | None] | LinearPPOLoss:
+) -> PolicyOutput:
     # the gradient may take the logits' memory: nobody else needs them
     inplace = logits.requires_grad and not torch.compiler.is_compiling()
     how = {**how, "response_mask": response_mask, "inplace_backward": inplace}
@@ -116,102 +258,42 @@ def _from_logits(
     else:
         logprobs = token_logprobs(logits, responses, **how)
     if objective is None:
-        return logprobs, entropy
-    settings = {key: value for key, value in vars(objective).items() if key != "entropy_coef"}
-    policy = policy_loss(logprobs, **settings, impl=how["impl"])
+        return PolicyOutput(logprobs, entropy)
+    return _loss(logprobs, entropy, objective, how["impl"])
+
+
+def _loss(
+    logprobs: Tensor, entropy: Tensor | None, objective: Objective, impl: str
+) -> PolicyOutput:
+    """Loss of log-probabilities; `linear_ppo_loss` has the same without the KL term."""
+    policy = policy_loss(logprobs, **objective.clipped, impl=impl)
     bonus = logprobs.new_zeros(()) if entropy is None else (objective.weights * entropy).sum()
-    return LinearPPOLoss(
-        loss=policy.loss - entropy_coef * bonus,
-        policy=policy._replace(loss=policy.loss.detach()),
-        entropy=bonus.detach(),
+    loss, kl = policy.loss - objective.entropy_coef * bonus, None
+    if objective.ref_logprobs is not None:
+        kl = kl_term(logprobs, objective)
+        loss = loss + objective.kl_coef * kl
+        kl = kl.detach()
+    found = LinearPPOLoss(
+        loss=loss, policy=policy._replace(loss=policy.loss.detach()), entropy=bonus.detach()
     )
+    return PolicyOutput(loss=found, kl_term=kl)
 
 
-def position_ids(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:
-    """Positions that count from each row's first real token, where the model takes them."""
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return {}
-    return {"position_ids": (attention_mask.long().cumsum(1) - 1).clamp(min=0)}
+def kl_term(logprobs: Tensor, objective: Objective) -> Tensor:
+    """Return Σ w_t·ρ_t·Δ_t with the gradient Σ w_t·ρ_t·Δ_t·∇log π(a_t|s_t).
 
+    Δ = log π − log π_ref and ρ = π/π_old. In expectation over tokens of the old policy the value is
+    Σ w·KL(π‖π_ref) and the gradient is its gradient: E[ρ·∇log π] = 0 is left out, which takes
+    variance away. Differentiating k1 or k3 themselves would give another gradient (0 for k1).
 
-def causal_inputs(
-    model: nn.Module,
-    prompts: Tensor,
-    prompt_mask: Tensor,
-    responses: Tensor,
-    response_mask: Tensor,
-) -> dict[str, Any]:
-    """Prompt and response of each row, as the model's forward takes them."""
-    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
-    return {
-        "input_ids": torch.cat([prompts, responses], dim=1),
-        "attention_mask": attention_mask.long(),
-        **position_ids(model, attention_mask),
-        "use_cache": False,
-    }
-
-
-def _unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model inside a PEFT one, adapters in place."""
-    inner = getattr(model, "get_base_model", None)
-    return cast(PreTrainedModel, inner() if inner is not None else model)
-
-
-def decoder(model: nn.Module) -> nn.Module:
-    """The model up to the last hidden state."""
-    return _unwrapped(model).base_model
-
-
-def head_parameters(model: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight [V,D] and bias [V] of the LM head."""
-    head = cast(Any, _unwrapped(model).get_output_embeddings())
-    return (head.weight.T if isinstance(head, Conv1D) else head.weight), head.bias
-
-
-def find_head(model: PreTrainedModel) -> tuple[LinearHead | None, str | None]:
-    """Describe the LM head, or say why the logits path is taken."""
-    inner = _unwrapped(model)
-    head = inner.get_output_embeddings()
-    if type(head) is not nn.Linear and not isinstance(head, Conv1D):
-        return None, f"its output layer is a {type(head).__name__}, not a plain linear layer"
-    if inner.base_model is inner:
-        return None, "its decoder cannot be called apart from its head"
-    config: Any = inner.config.get_text_config()
-    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere multiplies
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite divides
-    found = LinearHead(scale, getattr(config, "final_logit_softcapping", None))
-    difference = _difference(model, found)
-    tolerance = TOLERANCE.get(head.weight.dtype, 1e-4)
-    if not difference <= tolerance:
-        return None, f"its logits are not those of a linear head (off by {difference:.2g} nats)"
-    return found, None
-
-
-@torch.no_grad()
-def _difference(model: PreTrainedModel, head: LinearHead) -> float:
-    """Largest difference of the two ways over a few tokens, one row padded on the left."""
-    device = next(model.parameters()).device
-    columns = head_parameters(model)[0].shape[0]
-    ids = torch.arange(24, device=device).view(2, 12) * 7 % columns
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[1, :2] = False
-    training = model.training
-    model.eval()
-    try:
-        inputs = causal_inputs(model, ids[:, :6], mask[:, :6], ids[:, 6:], mask[:, 6:])
-        expected = model(**inputs).logits[:, 5:-1].float().log_softmax(-1)
-        hidden = decoder(model)(**inputs).last_hidden_state[:, 5:-1]
-        weight, bias = head_parameters(model)
-        found = linear_token_logprobs(
-            hidden,
-            weight,
-            ids[:, 6:],
-            bias=bias,
-            logit_scale=head.logit_scale,
-            logit_softcap=head.logit_softcap,
-            impl="torch",
-        )
-        picked = expected.gather(-1, ids[:, 6:, None]).squeeze(-1)
-        return float((found - picked).abs().max())
-    finally:
-        model.train(training)
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html, for the estimators; the gradient
+    is the score-function one of Williams 1992, https://doi.org/10.1007/BF00992696.
+    """
+    assert objective.ref_logprobs is not None
+    counts = objective.weights != 0
+    # the largest exponent whose result float32 holds, as in `policy_loss`
+    log_ratio = (logprobs - objective.old_logprobs).detach().clamp(max=88.0)
+    charge = log_ratio.exp() * (logprobs.detach() - objective.ref_logprobs)
+    charge = (objective.weights * charge).masked_fill(~counts, 0.0)
+    through = (logprobs - logprobs.detach()).masked_fill(~counts, 0.0)
+    return charge.sum() + (charge * through).sum()

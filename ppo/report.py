@@ -26,6 +26,7 @@ from ppo.report_files import (
     Sample,
     Summary,
     append_lines,
+    keep_lines,
     read_run,
     write_summary,
 )
@@ -62,15 +63,24 @@ class Report:
         steps: how many steps are planned.
         console: where to print; standard output if None. On a terminal there is a live bar,
             elsewhere one plain line a step.
+        done: steps that the run has behind it; what its files say of later ones is cut off.
     """
 
-    def __init__(self, run_dir: Path, steps: int, *, console: Console | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, steps: int, *, console: Console | None = None, done: int = 0
+    ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = console or Console()
         self.printer = Printer(self.console)
         self.summary = Summary(steps=steps)
         self.metrics: list[dict[str, float]] = []
+        if done:
+            for name in (METRICS, SAMPLES):
+                keep_lines(run_dir / name, done)
+            record = read_run(run_dir)
+            self.metrics = record.metrics
+            self.summary = replace(record.summary, steps=steps, state="running")
         self.seconds: list[float] = []
         self.last = time.monotonic()
         self.lines_below_header: int | None = None
@@ -89,7 +99,9 @@ class Report:
                 expand=True,
                 refresh_per_second=4,
             )
-            self.task = self.bar.add_task("", total=self.summary.steps, pace="first step")
+            self.task = self.bar.add_task(
+                "", total=self.summary.steps, completed=len(self.metrics), pace="first step"
+            )
             self.bar.start()
         self.last = time.monotonic()
         return self
@@ -112,16 +124,15 @@ class Report:
         write_summary(self.run_dir, self.summary)
         self.printer.models(rows)
 
+    def before(self, figures: Mapping[str, float], samples: Sequence[Sample]) -> None:
+        """Keep what held-out prompts gave before training; a resumed run has it in its file."""
+        named = {f"{name} before": figure for name, figure in figures.items()}
+        self.summary = replace(self.summary, figures=named, before=tuple(samples))
+        write_summary(self.run_dir, self.summary)
+
     def note(self, text: str) -> None:
         """Print a line."""
         self.printer.line(text)
-
-    def dropped(self, count: int, limit: int) -> None:
-        """Say how many prompts were too long to be used; nothing if none was."""
-        if count:
-            self.printer.line(
-                f"{count} prompts left out: longer than {limit} tokens (rollout.max_prompt_tokens)"
-            )
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step to `metrics.jsonl` and show the most telling ones."""
@@ -174,26 +185,21 @@ class Report:
         self.lines_below_header = None
 
     def finish(
-        self,
-        summary: Mapping[str, float],
-        before: Sequence[Sample],
-        after: Sequence[Sample],
-        next_command: str,
+        self, figures: Mapping[str, float], samples: Sequence[Sample], next_command: str
     ) -> None:
         """Print the outcome and write the page.
 
         Args:
-            summary: figures by name; "NAME before" and "NAME after" are shown as a pair.
-            before: samples of held-out prompts before training.
-            after: samples of the same prompts, in the same order, after it.
+            figures: of held-out prompts after training; shown beside those of `before`.
+            samples: of the same prompts, in the same order.
             next_command: the command that trains on.
         """
+        named = {f"{name} after": figure for name, figure in figures.items()}
         self.summary = replace(
             self.summary,
             state="finished",
-            figures=dict(summary),
-            before=tuple(before),
-            after=tuple(after),
+            figures={**(self.summary.figures or {}), **named},
+            after=tuple(samples),
         )
         self._end(next_command)
 

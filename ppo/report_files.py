@@ -90,6 +90,27 @@ def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
         file.write("".join(f"{line}\n" for line in lines))
 
 
+def keep_lines(path: Path, steps: int) -> None:
+    """Keep the lines of the first steps, cutting what a killed run wrote past its checkpoint."""
+    if not path.is_file():
+        return
+    kept = [
+        line
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n")
+        if _step_of(line) < steps
+    ]
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    partial.replace(path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
 def write_summary(run_dir: Path, summary: Summary) -> None:
     """Write `report.json`, whole or not at all."""
     partial = run_dir / f".{REPORT}.partial"

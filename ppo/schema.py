@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, field, fields
+from dataclasses import MISSING, Field, field, fields
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+ANY = "(-inf, inf)"
 
 
 class InputError(ValueError):
@@ -21,6 +22,17 @@ class InputError(ValueError):
 def setting(default: T, meaning: str, interval: str = "") -> T:
     """Declare a field by its default, its help text and, for numbers, the interval allowed."""
     return field(default=default, metadata={"meaning": meaning, "interval": interval})
+
+
+def mapping(meaning: str, interval: str = "") -> Any:
+    """Declare a field that maps names to values, by default none."""
+    return field(default_factory=dict, metadata={"meaning": meaning, "interval": interval})
+
+
+def default_of(declared: Field[Any]) -> Any:
+    """The value of a field that is not given."""
+    factory = declared.default_factory
+    return declared.default if factory is MISSING else factory()
 
 
 @cache
@@ -80,7 +92,15 @@ def _convert(value: Any, hint: Any, interval: str) -> Any:
         hint, _ = get_args(hint)  # all unions here are `X | None`
         if value is None:
             return None
+    if get_origin(hint) is dict and isinstance(value, Mapping):
+        kinds = get_args(hint)
+        return {
+            _convert(key, kinds[0], ""): _convert(item, kinds[1], interval)
+            for key, item in value.items()
+        }
     if get_origin(hint) is tuple and isinstance(value, (list, tuple)):
+        if get_args(hint)[-1] is ...:
+            return tuple(_convert(item, get_args(hint)[0], interval) for item in value)
         items = zip(value, get_args(hint), strict=True)
         return tuple(_convert(item, kind, interval) for item, kind in items)
     if get_origin(hint) is Literal and isinstance(value, str) and value in get_args(hint):
@@ -109,6 +129,10 @@ def _inside(number: float, interval: str) -> bool:
 def _describe(hint: Any, interval: str) -> str:
     if get_origin(hint) is UnionType:
         return f"{_describe(get_args(hint)[0], interval)} or null"
+    if get_origin(hint) is dict:
+        return 'names and numbers, such as {"module:function": 0.5}'
+    if get_origin(hint) is tuple and get_args(hint)[-1] is ...:
+        return 'a list of texts, such as ["Question:"]'
     if get_origin(hint) is tuple:
         return f"two numbers in {interval}, such as [0.9, 0.95]"
     if get_origin(hint) is Literal:
@@ -116,8 +140,8 @@ def _describe(hint: Any, interval: str) -> str:
         return f"{', '.join(most)} or {last}"
     noun = {bool: "true or false", str: "text", int: "an integer", float: "a number"}[hint]
     low, _, high = interval[1:-1].partition(", ")
-    if not interval:
-        return noun
+    if interval in ("", ANY):
+        return f"{noun} that is finite" if interval else noun
     if high != "inf":
         return f"{noun} in {interval}"
     return f"{noun} {'>=' if interval[0] == '[' else '>'} {low}"

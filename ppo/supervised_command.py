@@ -180,7 +180,7 @@ def encode_rows(
     if not rows:
         return [], 0
     flat = [conversation for row in rows for conversation in row]
-    examples = iter(_encode(tokenizer, flat, config.system_prompt))
+    examples = iter(encode_conversations(tokenizer, flat, config.system_prompt))
     encoded = [tuple(next(examples) for _ in row) for row in rows]
     longest = [max(map(len, row)) for row in encoded]
     long = [index for index, length in enumerate(longest) if length > limit]
@@ -195,9 +195,10 @@ def encode_rows(
     return kept, len(long)
 
 
-def _encode(
+def encode_conversations(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], system: str | None
 ) -> list[Example]:
+    """Encode prompts as PPO does, and their responses without special tokens, EOS at the end."""
     eos = tokenizer.eos_token_id
     prompts = encode_contents(
         tokenizer,

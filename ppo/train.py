@@ -4,41 +4,54 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from accelerate.utils import set_seed
-from torch import Tensor
+from torch import nn
 
-from ppo.advantages import grpo, reinforce_pp, rloo
+from ppo.advantages import estimate_advantages
 from ppo.batch import Minibatch
-from ppo.checkpoint import go_on_command, new_run_dir, save_models
+from ppo.checkpoint import counters, load_checkpoint, random_state, save_checkpoint
 from ppo.config import Config, InputError, parse_args
 from ppo.data import EncodedPrompts, encode_prompts, prompt_batches, read_prompts
 from ppo.demo.build import build_demo
-from ppo.metrics import rollout_metrics, update_metrics
+from ppo.metrics import peak_memory_gb, phase_seconds, rollout_metrics, update_metrics
 from ppo.models import Models, load_models
 from ppo.report import ModelRow, Report, Sample
-from ppo.trainer import Look, Trainer, evaluate, judge_metrics, prepare
+from ppo.rollout import sampling_warning
+from ppo.run_folder import CONFIG, open_run, resume_command, save_models
+from ppo.signals import StopRequest
+from ppo.trainer import Trainer, evaluate, judge_metrics, prepare
 from ppo.update import update
-from ppo_kernels import ppo_advantages, token_rewards, whiten
 
 
-def ppo_step(trainer: Trainer, rows: list[list[int]]) -> tuple[dict[str, float], list[Sample]]:
+def ppo_step(trainer: Trainer, prompts: EncodedPrompts) -> tuple[dict[str, float], list[Sample]]:
     """One step of PPO: sample, score, estimate advantages, update."""
-    config, ppo, clock = trainer.config, trainer.config.ppo, [time.perf_counter()]
+    config, ppo, state = trainer.config, trainer.config.ppo, trainer.state
+    clock = [time.perf_counter()]
 
-    rollout = trainer.rollout(rows, config.rollout.samples_per_prompt)
+    rollout = trainer.rollout(prompts)
     clock.append(time.perf_counter())
 
-    scores, samples = trainer.scores(rollout)
-    shaped_scores = trainer.shape(scores, rollout)
-    look = trainer.look(rollout)
-    mask = rollout.response_mask
-    kl_coef = trainer.state.kl.kl_coef
-    advantages, returns = estimate_advantages(config, shaped_scores, look, mask, kl_coef)
+    scored = trainer.scores(rollout, prompts)
+    scores = trainer.shape(scored.scores, rollout)
+    look, mask = trainer.look(rollout, scores), rollout.response_mask
+    kl_coef = state.kl.kl_coef
+    advantages, returns = estimate_advantages(
+        ppo,
+        scores,
+        look.kl if ppo.kl_estimator == "exact" else look.logprobs,
+        look.ref_logprobs,
+        look.values,
+        mask,
+        kl_coef=0.0 if ppo.kl_in_loss else kl_coef,
+        num_samples=config.rollout.samples_per_prompt,
+        bootstrap_values=trainer.bootstrap_values(look, rollout),
+        impl=config.impl,
+    )
     clock.append(time.perf_counter())
 
     batch = Minibatch(
@@ -47,6 +60,7 @@ def ppo_step(trainer: Trainer, rows: list[list[int]]) -> tuple[dict[str, float],
         responses=rollout.responses,
         response_mask=mask,
         old_logprobs=look.logprobs,
+        ref_logprobs=look.ref_logprobs,
         old_values=torch.zeros_like(advantages) if look.values is None else look.values,
         advantages=advantages,
         returns=returns,
@@ -58,11 +72,13 @@ def ppo_step(trainer: Trainer, rows: list[list[int]]) -> tuple[dict[str, float],
             trainer.critic,
             batch,
             ppo,
+            config.optim,
             temperature=config.rollout.temperature,
-            max_grad_norm=config.optim.max_grad_norm,
             generator=trainer.generator,
             accelerator=trainer.accelerator,
             impl=config.impl,
+            train_actor=trainer.train_actor,
+            extras=trainer.extras(kl_coef),
         )
     )
     clock.append(time.perf_counter())
@@ -70,72 +86,24 @@ def ppo_step(trainer: Trainer, rows: list[list[int]]) -> tuple[dict[str, float],
     metrics = {
         **rollout_metrics(
             rollout,
-            scores=scores,
-            shaped_scores=shaped_scores,
-            logprobs=look.logprobs,
-            ref_logprobs=look.ref_logprobs,
-            entropy=look.entropy,
-            values=look.values,
+            look,
+            scores=scored.scores,
+            shaped_scores=scores,
             returns=returns,
             kl_coef=kl_coef,
-            kl_estimator=ppo.kl_estimator,
+            kl_in_loss=ppo.kl_in_loss,
             eos_ids=trainer.models.eos_ids,
         ),
+        **{f"reward/{name}": mean for name, mean in scored.means.items()},
         **update_metrics(updates),
-        **judge_metrics(trainer.judge, samples),
+        **judge_metrics(trainer.judge, scored.samples),
         **phase_seconds(clock, tokens=int(rollout.attention_mask.sum())),
+        "perf/peak_memory_gb": peak_memory_gb(trainer.accelerator.device),
         "lr": learning_rate,
     }
-    trainer.state.kl = trainer.state.kl.updated(metrics["objective/kl"], len(samples))
-    return metrics, samples
-
-
-def estimate_advantages(
-    config: Config, scores: Tensor, look: Look, mask: Tensor, kl_coef: float
-) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, [B,T]; without a critic the returns are 0 and nothing reads them."""
-    ppo, impl = config.ppo, config.impl
-    if look.values is not None:
-        advantages, returns, moments = ppo_advantages(
-            scores,
-            look.logprobs,
-            look.ref_logprobs,
-            look.values,
-            mask,
-            kl_coef=kl_coef,
-            estimator=ppo.kl_estimator,
-            gamma=ppo.gamma,
-            gae_lambda=ppo.gae_lambda,
-            impl=impl,
-        )
-        if ppo.whiten_advantages:
-            advantages = whiten(advantages, mask, moments=moments, impl=impl)
-        return advantages, returns
-    rewards = token_rewards(
-        scores,
-        look.logprobs,
-        look.ref_logprobs,
-        mask,
-        kl_coef=kl_coef,
-        estimator=ppo.kl_estimator,
-        impl=impl,
-    )
-    samples = config.rollout.samples_per_prompt
-    if ppo.advantage_estimator == "reinforce_pp":
-        advantages = reinforce_pp(rewards, mask, gamma=ppo.gamma, impl=impl)
-    elif ppo.advantage_estimator == "rloo":
-        advantages = rloo(rewards.sum(1), mask, num_samples=samples)
-    else:
-        advantages = grpo(rewards.sum(1), mask, num_samples=samples)
-    return advantages, torch.zeros_like(advantages)
-
-
-def phase_seconds(clock: Sequence[float], tokens: int) -> dict[str, float]:
-    """Seconds of generation, scoring and update, and prompt and response tokens per second."""
-    names = ("time/generate", "time/score", "time/update")
-    seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(names)}
-    total = clock[-1] - clock[0]
-    return {**seconds, "time/step": total, "perf/tokens_per_s": tokens / total}
+    state.kl = state.kl.updated(metrics["objective/kl"], len(prompts))
+    state.rollouts += 1
+    return metrics, scored.samples
 
 
 def name_models(config: Config) -> Config:
@@ -149,8 +117,10 @@ def name_models(config: Config) -> Config:
     return replace(
         config,
         actor=str(demo.actor),
-        ref=str(demo.ref),
-        critic=str(demo.critic) if config.ppo.advantage_estimator == "gae" else None,
+        ref=str(demo.actor if config.models.sharing == "lora" else demo.ref),
+        critic=str(demo.critic)
+        if config.needs_critic and config.models.sharing == "separate"
+        else None,
         reward_model=str(demo.reward_model),
         prompts=str(demo.prompts),
         eval_prompts=str(demo.eval_prompts),
@@ -160,17 +130,32 @@ def name_models(config: Config) -> Config:
 
 def model_rows(config: Config, models: Models) -> list[ModelRow]:
     """Who is who: role, source, architecture, size, and whether it trains."""
-    roles = (
-        ("actor", config.actor, models.actor.model, True),
-        ("critic", models.critic_source, models.critic.trunk if models.critic else None, True),
-        ("reference", config.ref, models.ref.model, False),
-        ("reward model", config.reward_model, models.reward_model, False),
-    )
-    return [
-        ModelRow(role, str(source), type(model).__name__, model.num_parameters(), trains)
-        for role, source, model, trains in roles
-        if model is not None
-    ]
+    actor, shares = models.actor.model, config.models.sharing
+    rows = [ModelRow("actor", str(config.actor), type(actor).__name__, count(actor), True)]
+    if models.critic is not None and shares == "separate":
+        critic = models.critic
+        name = type(critic.trunk).__name__
+        rows.append(ModelRow("critic", str(models.critic_source), name, count(critic), True))
+    elif models.value_head is not None:
+        trained = models.critic.trained() if models.critic else models.value_head.parameters()
+        source = "adapter on the actor's base" if models.critic else "head on the actor"
+        size = sum(parameter.numel() for parameter in trained)
+        rows.append(ModelRow("critic", source, "Linear", size, True))
+    if shares == "lora":
+        rows.append(ModelRow("reference", "the actor's base, adapters off", "", 0, False))
+    else:
+        ref = models.ref.model
+        rows.append(ModelRow("reference", str(config.ref), type(ref).__name__, count(ref), False))
+    if models.reward_model is not None:
+        name = type(models.reward_model).__name__
+        size = count(models.reward_model)
+        rows.append(ModelRow("reward model", str(config.reward_model), name, size, False))
+    return rows
+
+
+def count(model: nn.Module) -> int:
+    """Parameters, those that are shared once."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def load_prompts(config: Config, models: Models, key: str) -> EncodedPrompts:
@@ -192,59 +177,118 @@ def train(config: Config) -> int:
     if config.threads:
         torch.set_num_threads(config.threads)
     config = name_models(config)
+    set_seed(config.seed)  # fresh heads and adapters are random
     models = load_models(config)
     prompts = load_prompts(config, models, "prompts")
-    held_out = load_prompts(config, models, "eval_prompts").rows[:64] if config.eval_prompts else []
+    held_out = load_prompts(config, models, "eval_prompts") if config.eval_prompts else None
+    if held_out is not None:
+        held_out = held_out.take(range(min(64, len(held_out))))
     set_seed(config.seed)
     trainer = prepare(config, models)
-    run_dir = new_run_dir(config)
-    batches = prompt_batches(len(prompts.rows), config.rollout.batch_size, config.seed)
-
-    with Report(run_dir, config.steps) as report:
+    run_dir, checkpoint = open_run(config)
+    done = load_checkpoint(checkpoint, trainer) if checkpoint else 0
+    report = Report(run_dir, config.steps, done=done)
+    with report, StopRequest(report.note) as stop:
         report.models(model_rows(config, models))
-        for role, policy in (("actor", models.actor), ("reference", models.ref)):
-            if policy.why_logits:
-                report.note(f"{role}: logits are made in full, because {policy.why_logits}")
-        report.dropped(prompts.dropped, config.rollout.max_prompt_tokens)
-        if prompts.truncated:
-            report.note(
-                f"{prompts.truncated} prompts cut to their last "
-                f"{config.rollout.max_prompt_tokens} tokens (rollout.long_prompts truncate)"
-            )
-        step = 0
+        for note in start_notes(trainer, prompts):
+            report.note(note)
+        if checkpoint:
+            report.note(f"goes on from {checkpoint}")
         try:
-            before, samples_before = evaluate(trainer, held_out)
-            for step, indices in zip(range(config.steps), batches, strict=False):
-                metrics, samples = ppo_step(trainer, [prompts.rows[index] for index in indices])
-                metrics["episode"] = (step + 1) * config.rollout.responses
-                report.step(step, metrics)
-                taken = int(metrics["policy/updates"])
-                if taken < config.ppo.ppo_epochs * config.ppo.num_minibatches:
-                    epoch = taken // config.ppo.num_minibatches + 1
-                    report.note(
-                        f"step {step}: updates stopped in epoch {epoch} after {taken} steps, "
-                        f"approx_kl passed {config.ppo.target_kl} (ppo.target_kl)"
-                    )
-                if step % config.sample_every == 0 or step == config.steps - 1:
-                    report.samples(step, samples)
-            after, samples_after = evaluate(trainer, held_out)
-        except (KeyboardInterrupt, InputError) as stop:
-            save_models(run_dir, models.actor.model, models.critic, models.tokenizer)
-            report.interrupted(go_on_command(run_dir, max(1, config.steps - step)))
-            if isinstance(stop, InputError):
+            if not checkpoint:
+                report.before(*evaluate(trainer, held_out))
+            finished = run_steps(trainer, prompts, report, stop)
+        except (KeyboardInterrupt, InputError) as error:
+            save_models(run_dir, models)
+            report.interrupted(resume_command(run_dir))
+            if isinstance(error, InputError):
                 raise
             return 130
-        save_models(run_dir, models.actor.model, models.critic, models.tokenizer)
-        summary = {f"{name} before": figure for name, figure in before.items()}
-        summary |= {f"{name} after": figure for name, figure in after.items()}
-        report.finish(summary, samples_before, samples_after, go_on_command(run_dir, config.steps))
+        save_models(run_dir, models)
+        if not finished:
+            report.interrupted(resume_command(run_dir))
+            return 130
+        command = resume_command(run_dir, 2 * config.steps)
+        report.finish(*evaluate(trainer, held_out), command)
     return 0
+
+
+def run_steps(trainer: Trainer, prompts: EncodedPrompts, report: Report, stop: StopRequest) -> bool:
+    """THE LOOP; returns whether it came to its end. It leaves a checkpoint wherever it stops."""
+    config, done = trainer.config, trainer.state.rollouts
+    batches = prompt_batches(len(prompts), config.rollout.batch_size, config.seed, start=done)
+    for step, indices in zip(range(done, config.steps), batches, strict=False):
+        if stop.asked:
+            return False
+        moment = random_state(trainer), counters(trainer)
+        try:
+            batch = prompts.take(indices, config.rollout.samples_per_prompt)
+            metrics, samples = ppo_step(trainer, batch)
+        except (KeyboardInterrupt, InputError):
+            if counters(trainer)["schedules"] == moment[1]["schedules"]:  # nothing has moved yet
+                save_checkpoint(report.run_dir, trainer, *moment, config.keep_last)
+            raise
+        metrics["episode"] = (step + 1) * config.rollout.responses
+        report.step(step, metrics)
+        for note in step_notes(config, step, metrics):
+            report.note(note)
+        if step % config.sample_every == 0 or step == config.steps - 1:
+            report.samples(step, samples)
+        every = config.checkpoint_every
+        if stop.asked or (every and ((step + 1) % every == 0 or step == config.steps - 1)):
+            moment = random_state(trainer), counters(trainer)
+            save_checkpoint(report.run_dir, trainer, *moment, config.keep_last)
+    return not stop.asked or trainer.state.rollouts >= config.steps
+
+
+def step_notes(config: Config, step: int, metrics: dict[str, float]) -> Iterator[str]:
+    """What a person should know of this step."""
+    taken = int(metrics["policy/updates"])
+    if taken < config.updates_per_step:
+        epoch = taken // config.ppo.num_minibatches + 1
+        yield (
+            f"step {step}: updates stopped in epoch {epoch} after {taken} steps, "
+            f"approx_kl passed {config.ppo.target_kl} (ppo.target_kl)"
+        )
+
+
+def start_notes(trainer: Trainer, prompts: EncodedPrompts) -> Iterator[str]:
+    """What a person should know before the first step."""
+    config, models = trainer.config, trainer.models
+    for role, policy in (("actor", models.actor), ("reference", models.ref)):
+        if policy.why_logits:
+            yield f"{role}: logits are made in full, because {policy.why_logits}"
+    limit = config.rollout.max_prompt_tokens
+    if prompts.dropped:
+        yield (
+            f"{prompts.dropped} prompts left out: longer than {limit} tokens "
+            "(rollout.max_prompt_tokens)"
+        )
+    if prompts.truncated:
+        yield (
+            f"{prompts.truncated} prompts cut to their last {limit} tokens "
+            "(rollout.long_prompts truncate)"
+        )
+    warning = sampling_warning(trainer.sampling)
+    if warning:
+        yield warning
+
+
+def settings_of_run(argv: Sequence[str]) -> Config:
+    """The settings of a command line; with `--resume RUN`, on top of those of that run."""
+    config = parse_args(argv)
+    if config.resume in (None, "auto"):
+        return config
+    saved = Path(str(config.resume)) / CONFIG
+    if not saved.is_file():
+        raise InputError(f"resume: {config.resume} is not the folder of a run (it has no {CONFIG})")
+    return parse_args(["--config", str(saved), *argv])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; bad input is one line on stderr and exit code 2."""
     try:
-        return train(parse_args(sys.argv[1:] if argv is None else argv))
+        return train(settings_of_run(sys.argv[1:] if argv is None else argv))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

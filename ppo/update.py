@@ -2,59 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ppo.batch import Minibatch, split
 from ppo.config import OptimConfig, PPOConfig
-from ppo.forward import response_policy_loss, response_values
+from ppo.forward import ask, state_values, values_of_tokens
+from ppo.learner import Learner, forget_gradients, take_step
 from ppo.policy import Objective
-from ppo.schedule import make_scheduler
-from ppo_kernels import PPOLoss, ValueLoss, token_weights, value_loss
+from ppo_kernels import PolicyLoss, ValueLoss, token_weights, value_loss
 
 
 @dataclass(frozen=True)
-class Learner:
-    """A model that trains, with its optimiser."""
+class Extras:
+    """Parts of the loss beyond clipped policy and value loss; each may be off."""
 
-    model: nn.Module
-    optimizer: Optimizer
-    scheduler: LRScheduler
+    kl_coef: float = 0.0
+    """β of the KL in the loss."""
+    reference: nn.Module | None = None
+    """The policy of the exact KL; None: the KL is estimated from the sampled tokens."""
+    supervised: Callable[[int], Tensor] | None = None
+    """Weighted loss on examples, by the number of responses in the minibatch (PPO-ptx)."""
 
 
-def make_learner(
-    model: nn.Module, learning_rate: float, optim: OptimConfig, total_steps: int
-) -> Learner:
-    """AdamW over what trains; ε = 1e-5 as in the reference PPO implementations."""
-    optimizer = AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=learning_rate,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-    )
-    scheduler = make_scheduler(
-        optimizer,
-        optim.lr_schedule,
-        total_steps,
-        warmup_steps=optim.warmup_steps,
-        floor=optim.lr_floor,
-    )
-    return Learner(model, optimizer, scheduler)
+class Losses(NamedTuple):
+    """Figures of one micro-batch or of a whole minibatch; None for what does not train."""
+
+    policy: PolicyLoss | None
+    value: ValueLoss | None
+    kl: Tensor | None
+    """KL term of the loss, Σ w_t·kl_t."""
 
 
 @dataclass(frozen=True)
 class UpdateStats:
     """What one optimiser step saw, over the whole minibatch."""
 
-    loss: PPOLoss
-    actor_grad_norm: Tensor
+    policy: PolicyLoss | None
+    value: ValueLoss | None
+    kl: Tensor | None
+    supervised: Tensor | None
+    actor_grad_norm: Tensor | None
     critic_grad_norm: Tensor | None
 
 
@@ -63,57 +56,127 @@ def update(
     critic: Learner | None,
     batch: Minibatch,
     ppo: PPOConfig,
+    optim: OptimConfig,
     *,
     temperature: float,
-    max_grad_norm: float,
     generator: torch.Generator,
     accelerator: Accelerator,
     impl: str,
+    train_actor: bool = True,
+    extras: Extras | None = None,
 ) -> Iterator[UpdateStats]:
     """Take `ppo_epochs` x `num_minibatches` optimiser steps, yielding the figures of each.
 
     Once the approximate KL of a minibatch is past `target_kl`, this step and all that would follow
     on this rollout are left out: the policy is too far from the one that sampled it.
     """
+    extras = extras or Extras()
+    how = {"temperature": temperature, "impl": impl}
+    learners = [*([actor] if train_actor else []), *([critic] if critic else [])]
     for _ in range(ppo.ppo_epochs):
         for minibatch in batch.shuffled(ppo.num_minibatches, generator):
             weights = token_weights(minibatch.response_mask, ppo.loss_agg_mode)
-            parts = []
-            for rows, micro in split(minibatch, ppo.micro_batch_size):
-                micro_loss, part = _loss(
-                    actor.model,
-                    critic.model if critic else None,
-                    micro,
-                    weights[rows],
-                    ppo,
-                    temperature,
-                    impl,
-                )
-                accelerator.backward(micro_loss)
-                parts.append(part)
-            loss = add_up(parts)
-            if ppo.target_kl is not None and not loss.policy.approx_kl <= ppo.target_kl:
-                for learner in filter(None, (actor, critic)):
-                    learner.optimizer.zero_grad(set_to_none=True)
+            losses = add_up(
+                [
+                    _backward(
+                        actor if train_actor else None,
+                        critic,
+                        micro,
+                        weights[rows],
+                        ppo,
+                        extras,
+                        accelerator,
+                        how,
+                    )
+                    for rows, micro in split(minibatch, ppo.micro_batch_size)
+                ]
+            )
+            if _too_far(losses.policy, ppo.target_kl):
+                forget_gradients(actor, critic)
                 return
+            supervised = None
+            if train_actor and extras.supervised is not None:
+                supervised = extras.supervised(len(minibatch))
+                accelerator.backward(supervised)
+                supervised = supervised.detach()
+            norms = take_step(learners, optim, accelerator)
+            forget_gradients(actor, critic)
             yield UpdateStats(
-                loss=loss,
-                actor_grad_norm=_step(actor, max_grad_norm, accelerator),
-                critic_grad_norm=_step(critic, max_grad_norm, accelerator) if critic else None,
+                *losses,
+                supervised=supervised,
+                actor_grad_norm=norms[0] if train_actor else None,
+                critic_grad_norm=norms[-1] if critic else None,
             )
 
 
-def _loss(
-    actor: nn.Module,
-    critic: nn.Module | None,
+def _too_far(policy: PolicyLoss | None, target_kl: float | None) -> bool:
+    # `not <=`: NaN is too far as well
+    return policy is not None and target_kl is not None and not policy.approx_kl <= target_kl
+
+
+def _backward(
+    actor: Learner | None,
+    critic: Learner | None,
     micro: Minibatch,
     weights: Tensor,
     ppo: PPOConfig,
-    temperature: float,
-    impl: str,
-) -> tuple[Tensor, PPOLoss]:
-    """L = L_policy + c_vf·L_value − c_H·Σ w·H of one micro-batch; no L_value without a critic."""
-    objective = Objective(
+    extras: Extras,
+    accelerator: Accelerator,
+    how: dict[str, Any],
+) -> Losses:
+    """Add the gradient of one micro-batch:
+
+    L = L_policy − c_H·Σ w·H + β·Σ w·kl + c_vf·L_value
+
+    Each model's part goes back before the next model runs, so that the activations of one are in
+    memory at a time; a value head on the actor has its part in the actor's pass.
+    """
+    policy = value = kl = all_values = None
+    parts: list[Tensor] = []
+    on_actor = critic is not None and critic.on_actor
+    if actor is not None:
+        objective = _objective(micro, weights, ppo, extras)
+        out = ask(
+            actor.model,
+            micro,
+            objective=objective,
+            with_values=on_actor,
+            against=extras.reference,
+            **how,
+        )
+        assert out.loss is not None
+        parts, policy, kl = [out.loss.loss], out.loss.policy, out.kl_term
+        if out.kl is not None:
+            exact = (weights * out.kl).sum()
+            parts.append(extras.kl_coef * exact)
+            kl = exact.detach()
+        all_values = out.values
+    elif on_actor:
+        assert critic is not None
+        out = ask(critic.model, micro, with_logprobs=False, with_values=True, **how)
+        all_values = out.values
+    if parts and not on_actor:
+        accelerator.backward(_sum(parts))
+        parts = []
+    if critic is not None:
+        if all_values is None:
+            all_values = state_values(critic.model, micro)
+        value = value_loss(
+            values_of_tokens(all_values, micro),
+            micro.old_values,
+            micro.returns,
+            weights,
+            cliprange_value=ppo.cliprange_value,
+            impl=how["impl"],
+        )
+        accelerator.backward(_sum([*parts, ppo.vf_coef * value.loss]))
+        value = value._replace(loss=value.loss.detach())
+    return Losses(policy, value, kl)
+
+
+def _objective(micro: Minibatch, weights: Tensor, ppo: PPOConfig, extras: Extras) -> Objective:
+    sampled_kl = extras.kl_coef != 0 and extras.reference is None
+    return Objective(
         micro.old_logprobs,
         micro.advantages,
         weights,
@@ -121,58 +184,50 @@ def _loss(
         cliprange_high=ppo.cliprange_high,
         dual_clip=ppo.dual_clip,
         entropy_coef=ppo.entropy_coef,
+        ref_logprobs=micro.ref_logprobs if sampled_kl else None,
+        kl_coef=extras.kl_coef,
     )
-    policy = response_policy_loss(actor, micro, objective, temperature=temperature, impl=impl)
-    if critic is None:
-        zero = torch.zeros_like(policy.loss.detach())
-        return policy.loss, PPOLoss(policy.loss, policy.policy, ValueLoss(zero, zero, zero))
-    value = value_loss(
-        response_values(critic, micro),
-        micro.old_values,
-        micro.returns,
-        weights,
-        cliprange_value=ppo.cliprange_value,
-        impl=impl,
-    )
-    loss = policy.loss + ppo.vf_coef * value.loss
-    return loss, PPOLoss(loss, policy.policy, value._replace(loss=value.loss.detach()))
 
 
-def _step(learner: Learner, max_grad_norm: float, accelerator: Accelerator) -> Tensor:
-    norm = accelerator.clip_grad_norm_(learner.model.parameters(), max_grad_norm)
-    learner.optimizer.step()
-    learner.scheduler.step()
-    learner.optimizer.zero_grad(set_to_none=True)
-    return torch.as_tensor(norm)
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).sum()
 
 
-def add_up(parts: list[PPOLoss]) -> PPOLoss:
+def add_up(parts: Sequence[Losses]) -> Losses:
     """Losses of micro-batches add (their weights sum to 1 over the minibatch); token means combine
     by token count, and variances by Chan's rule."""
-    policies, values = [part.policy for part in parts], [part.value for part in parts]
-    count = torch.stack([policy.count for policy in policies])
-    share = count / count.sum().clamp(min=1)
-
-    def mean(figures: list[Tensor]) -> Tensor:
-        return (torch.stack(figures) * share).sum()
-
-    ratio_mean = mean([policy.ratio_mean for policy in policies])
-    ratio_var = mean(
-        [policy.ratio_var + (policy.ratio_mean - ratio_mean).square() for policy in policies]
+    policies = [part.policy for part in parts if part.policy is not None]
+    values = [part.value for part in parts if part.value is not None]
+    kls = [part.kl for part in parts if part.kl is not None]
+    return Losses(
+        _policies(policies) if policies else None,
+        _values(values) if values else None,
+        _sum(kls) if kls else None,
     )
-    return PPOLoss(
-        loss=torch.stack([part.loss.detach() for part in parts]).sum(),
-        policy=policies[0]._replace(
-            loss=torch.stack([policy.loss for policy in policies]).sum(),
-            clipfrac=mean([policy.clipfrac for policy in policies]),
-            approx_kl=mean([policy.approx_kl for policy in policies]),
-            ratio_mean=ratio_mean,
-            ratio_var=ratio_var,
-            count=count.sum(),
-        ),
-        value=values[0]._replace(
-            loss=torch.stack([value.loss for value in values]).sum(),
-            clipfrac=mean([value.clipfrac for value in values]),
-            count=count.sum(),
-        ),
+
+
+def _policies(parts: Sequence[PolicyLoss]) -> PolicyLoss:
+    count = torch.stack([part.count for part in parts])
+    ratio_mean = _mean([part.ratio_mean for part in parts], count)
+    spread = [part.ratio_var + (part.ratio_mean - ratio_mean).square() for part in parts]
+    return parts[0]._replace(
+        loss=_sum([part.loss.detach() for part in parts]),
+        clipfrac=_mean([part.clipfrac for part in parts], count),
+        approx_kl=_mean([part.approx_kl for part in parts], count),
+        ratio_mean=ratio_mean,
+        ratio_var=_mean(spread, count),
+        count=count.sum(),
     )
+
+
+def _values(parts: Sequence[ValueLoss]) -> ValueLoss:
+    count = torch.stack([part.count for part in parts])
+    return parts[0]._replace(
+        loss=_sum([part.loss for part in parts]),
+        clipfrac=_mean([part.clipfrac for part in parts], count),
+        count=count.sum(),
+    )
+
+
+def _mean(figures: Sequence[Tensor], count: Tensor) -> Tensor:
+    return (torch.stack(list(figures)) * (count / count.sum().clamp(min=1))).sum()

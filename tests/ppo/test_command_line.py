@@ -130,7 +130,7 @@ def test_print_config_is_accepted_again(capsys: pytest.CaptureFixture[str], writ
         assert parse_args(["--config", write(printed)]) == Config(
             ppo=PPOConfig(cliprange=0.125), optim=OptimConfig(eps=1e-9)
         )
-        assert list(yaml.safe_load(printed))[-3:] == ["ppo", "rollout", "optim"]
+        assert list(yaml.safe_load(printed))[-4:] == ["ppo", "rollout", "optim", "models"]
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

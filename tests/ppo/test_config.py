@@ -121,7 +121,7 @@ def test_minibatches_are_of_one_size(batch: int, parts: int, fits: int) -> None:
 
 
 def test_each_number_has_an_interval_and_each_default_is_in_it() -> None:
-    numeric = {int, float, int | None, float | None, tuple[float, float]}
+    numeric = {int, float, int | None, float | None, tuple[float, float], dict[str, float]}
     for key, (declared, hint) in settings().items():
         assert (declared.metadata["interval"] != "") == (hint in numeric), key
     Config()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ppo.config import Config, PPOConfig, RolloutConfig
-from ppo.train import estimate_advantages
-from ppo.trainer import Look
+from ppo.advantages import estimate_advantages
+from ppo.config import PPOConfig
 
 # two prompts with two responses each; the last response has one token only
 MASK = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0]]).bool()
@@ -17,13 +16,10 @@ KL = torch.tensor([[0.5, 0.5], [0.0, 1.0], [1.0, 1.0], [2.0, 9.0]])  # the 9 doe
 TOTALS = [0.9, 2.9, -2.2, 1.8]
 
 
-def advantages(estimator: str, values: torch.Tensor | None = None) -> torch.Tensor:
-    config = Config(
-        ppo=PPOConfig(advantage_estimator=estimator, whiten_advantages=False, gae_lambda=1.0),
-        rollout=RolloutConfig(batch_size=2, samples_per_prompt=2),
-    )
-    look = Look(KL, torch.zeros_like(KL), torch.zeros_like(KL), values)
-    return estimate_advantages(config, SCORES, look, MASK, kl_coef=0.1)[0]
+def advantages(estimator: str, values: torch.Tensor | None = None, which: int = 0) -> torch.Tensor:
+    ppo = PPOConfig(advantage_estimator=estimator, whiten_advantages=False, gae_lambda=1.0)
+    how = {"kl_coef": 0.1, "num_samples": 2, "bootstrap_values": None, "impl": "auto"}
+    return estimate_advantages(ppo, SCORES, KL, torch.zeros_like(KL), values, MASK, **how)[which]
 
 
 def on_tokens(rows: list[float]) -> torch.Tensor:
@@ -55,10 +51,4 @@ def test_gae_with_a_critic_of_zeros_is_the_return_to_go() -> None:
 
 @pytest.mark.parametrize("estimator", ["rloo", "grpo", "reinforce_pp"])
 def test_returns_are_zero_without_a_critic(estimator: str) -> None:
-    config = Config(
-        ppo=PPOConfig(advantage_estimator=estimator),
-        rollout=RolloutConfig(batch_size=2, samples_per_prompt=2),
-    )
-    look = Look(KL, torch.zeros_like(KL), torch.zeros_like(KL), None)
-    _, returns = estimate_advantages(config, SCORES, look, MASK, kl_coef=0.1)
-    assert not returns.any()
+    assert not advantages(estimator, which=1).any()

@@ -7,9 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ppo.batch import Rollout
+from ppo.critic import Critic
 from ppo.data import left_pad
-from ppo.forward import response_logprobs, response_logprobs_and_entropy, response_values
-from ppo.models import Critic
+from ppo.forward import ask, response_logprobs, response_values
 from ppo.policy import Policy
 
 HOW = {"temperature": 0.7, "impl": "torch"}
@@ -30,7 +30,7 @@ def test_logprobs_are_the_models_own(name: str, request: pytest.FixtureRequest) 
     batch = rollout([[5, 6, 7]], [[8, 9, 10]])
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[5, 6, 7, 8, 9, 10]])).logits.double() / 0.7
-        found, entropy = response_logprobs_and_entropy(Policy(model), batch, **HOW)
+        found, entropy, *_ = ask(Policy(model), batch, with_entropy=True, **HOW)
     log_p = logits.log_softmax(-1)[0, 2:5]
     torch.testing.assert_close(found[0].double(), log_p[range(3), [8, 9, 10]], atol=1e-5, rtol=0)
     torch.testing.assert_close(

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from ppo.config import Config, InputError
-from ppo.models import load_critic, load_models
+from ppo.critic import load_critic
+from ppo.models import load_models
 from tests.ppo.conftest import llama_config
 
 Save = Callable[..., Path]

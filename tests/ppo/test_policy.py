@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppo.policy import Policy, causal_inputs
+from ppo.heads import causal_inputs
+from ppo.policy import Policy
 
 SMALL = {
     "vocab_size": 64,
@@ -93,7 +94,7 @@ def agree(model: PreTrainedModel, policy: Policy) -> None:
         name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
     }
     model.zero_grad(set_to_none=True)
-    found = policy(*batch(), temperature=0.7, with_entropy=True, impl="torch")
+    found = policy(*batch(), temperature=0.7, with_entropy=True, impl="torch")[:2]
     sum((w * f).sum() for w, f in zip(weights, found, strict=True)).backward()
     for f, e in zip(found, expected, strict=True):
         torch.testing.assert_close(f.double(), e, atol=2e-5, rtol=1e-5)

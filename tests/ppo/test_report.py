@@ -89,7 +89,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
             run.step(step, {**FIGURES, "objective/scores": step - 0.5})
         run.samples(2, [Sample("p" + NASTY, "r" + NASTY, 0.25)])
         before, after = [Sample("ask", "old answer", -1)], [Sample("ask", "new " + NASTY, 1.5)]
-        run.finish({"score before": -1.0, "score after": 1.5}, before, after, COMMAND)
+        run.before({"score": -1.0}, before)
+        run.finish({"score": 1.5}, after, COMMAND)
     return tmp_path, printed(console)
 
 
@@ -196,7 +197,7 @@ def test_a_console_without_unicode_shows_question_marks(tmp_path: Path) -> None:
         run.models([ModelRow("actor", "好", "Llama", 12, False)])
         run.step(0, {"objective/kl": 1.0})
         run.samples(0, [Sample("好", NASTY, 1.0)])
-        run.finish({}, [], [Sample("好", "😀", 1.0)], "python 好")
+        run.finish({}, [Sample("好", "😀", 1.0)], "python 好")
     assert b"go on:  python ?" in raw.getvalue()
 
 
@@ -253,7 +254,7 @@ def test_the_page_comes_from_the_files_alone(finished: tuple[Path, str]) -> None
 def test_a_response_that_is_missing_is_said_to_be(tmp_path: Path) -> None:
     console = plain()
     with Report(tmp_path, 1, console=console) as run:
-        run.finish({}, [], [Sample("ask", "new", 1.5)], COMMAND)
+        run.finish({}, [Sample("ask", "new", 1.5)], COMMAND)
     assert re.search(r"ask +not sampled +- +new +1\.500", printed(console))
     assert "before: not sampled" in Page(tmp_path / "report.html").text
 
@@ -300,7 +301,8 @@ def test_odd_runs_end_in_a_page(tmp_path: Path, rows: list[dict[str, float]]) ->
         for step, row in enumerate(rows):
             run.step(step, row)
         run.samples(0, [])
-        run.finish({"score before": math.nan}, [], [], "")
+        run.before({"score": math.nan}, [])
+        run.finish({}, [], "")
     assert Page(tmp_path / "report.html").open == []
     assert (tmp_path / "curves.png").stat().st_size > 0
 
@@ -310,7 +312,7 @@ def test_steps_that_are_not_finite_are_named(tmp_path: Path) -> None:
     with Report(tmp_path, 2, console=console) as run:
         run.step(0, {"loss/value_avg": math.nan})
         run.step(1, {"loss/value_avg": 1.0})
-        run.finish({}, [], [], "")
+        run.finish({}, [], "")
     assert "warning: loss/value_avg was NaN or infinite in 1 of 2 steps" in printed(console)
     assert "marked ×: loss/value_avg (1)." in Page(tmp_path / "report.html").text
 
@@ -329,7 +331,7 @@ def test_a_page_that_cannot_be_written_costs_nothing_else(
     monkeypatch.setattr(report, "write_page", full)
     console = plain()
     with Report(tmp_path, 1, console=console) as run:
-        run.finish({}, [], [], COMMAND)
+        run.finish({}, [], COMMAND)
     assert "no page: [Errno 28] No space left on device" in printed(console)
     assert f"go on:  {COMMAND}" in printed(console)
 
@@ -358,15 +360,6 @@ def test_importing_the_report_does_not_import_matplotlib() -> None:
     code = "import sys, ppo.report; sys.exit('matplotlib' in sys.modules)"
     root = Path(report.__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
-
-
-def test_dropped_prompts_are_told_only_if_there_are_any(tmp_path: Path) -> None:
-    console = plain()
-    with Report(tmp_path, 1, console=console) as run:
-        run.dropped(0, 512)
-        assert printed(console) == ""
-        run.dropped(3, 512)
-    assert printed(console).startswith("3 prompts left out: longer than 512 tokens")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ppo.data import left_pad
-from ppo.rollout import cut_at_eos, generate
+from ppo.rollout import Sampling, cut_at_eos, generate
 
 PAD, EOS = 0, 2
 
@@ -50,9 +50,8 @@ def test_the_models_own_generation_config_stays_out(llama: PreTrainedModel) -> N
     llama.generation_config = own
     prompts, mask = left_pad([[5, 6]] * 8, PAD)
     torch.manual_seed(0)
-    rollout = generate(
-        llama, prompts, mask, max_new_tokens=6, temperature=1.0, eos_ids=[EOS], pad_id=PAD
-    )
+    sampling = Sampling(max_new_tokens=6, temperature=1.0, eos_ids=[EOS], pad_id=PAD)
+    rollout = generate(llama, prompts, mask, sampling)
     assert len({tuple(row) for row in rollout.responses.tolist()}) == 8
     assert llama.generation_config is own
 
@@ -60,8 +59,8 @@ def test_the_models_own_generation_config_stays_out(llama: PreTrainedModel) -> N
 def test_left_padding_does_not_change_a_greedy_response(gpt2: PreTrainedModel) -> None:
     def sample(rows: list[list[int]]) -> list[list[int]]:
         prompts, mask = left_pad(rows, PAD)
-        how = {"max_new_tokens": 5, "temperature": 1e-4, "eos_ids": [EOS], "pad_id": PAD}
-        return generate(gpt2, prompts, mask, **how).responses.tolist()  # τ → 0 is greedy
+        sampling = Sampling(max_new_tokens=5, temperature=1e-4, eos_ids=[EOS], pad_id=PAD)
+        return generate(gpt2, prompts, mask, sampling).responses.tolist()  # τ → 0 is greedy
 
     together = sample([[7, 8], [3, 4, 5, 6, 7]])
     assert together == sample([[7, 8]]) + sample([[3, 4, 5, 6, 7]])
@@ -69,8 +68,8 @@ def test_left_padding_does_not_change_a_greedy_response(gpt2: PreTrainedModel) -
 
 def test_training_mode_is_restored_and_dropout_is_off_while_sampling(gpt2: PreTrainedModel) -> None:
     prompts, mask = left_pad([[7, 8, 9]], PAD)
-    how = {"max_new_tokens": 8, "temperature": 1e-4, "eos_ids": [EOS], "pad_id": PAD}
-    expected = generate(gpt2.eval(), prompts, mask, **how).responses
-    found = generate(gpt2.train(), prompts, mask, **how).responses
+    sampling = Sampling(max_new_tokens=8, temperature=1e-4, eos_ids=[EOS], pad_id=PAD)
+    expected = generate(gpt2.eval(), prompts, mask, sampling).responses
+    found = generate(gpt2.train(), prompts, mask, sampling).responses
     assert gpt2.training
     assert torch.equal(expected, found)
