@@ -14,7 +14,7 @@ from ppo_kernels._linear.checks import check_linear
 from ppo_kernels._linear.head import Settings
 from ppo_kernels._linear.logprobs import linear_logprobs
 from ppo_kernels._linear.parallel import ShardedLogprobs
-from ppo_kernels._linear.rows import flat_hidden, ignore
+from ppo_kernels._linear.rows import flat_hidden, ignore, kept_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,7 +55,9 @@ def linear_token_logprobs(
         logit_softcap: cap > 0. None: none.
         response_mask: [...] bool, True = the token counts. None: all, save for `IGNORE_INDEX`.
         chunk_bytes: Size of a chunk of logits, in their dtype; at least one row. None: 64 MiB on
-            a CPU; elsewhere 1 GiB, or 2048 rows if these are more.
+            a CPU; elsewhere 1 GiB, or 2048 rows if these are more. With None, the logits of up to
+            3 chunks on a CPU and 1 elsewhere wait for the backward pass, which makes the others
+            again; with a size, none do.
         process_group: The ranks that share the vocabulary; None: one rank has all of it. Every
             rank passes the same hidden and tokens and its own rows of weight and bias, and gets
             the same result and gradient of hidden. Not under `torch.compile`.
@@ -186,6 +188,16 @@ def _resolve(
     return chosen
 
 
+def _keep(inputs: tuple[Tensor, Tensor, Tensor | None], settings: Settings) -> int:
+    """Rows of logits to keep for the backward pass: none without one, or in a size that is set."""
+    will_differentiate = any(x is not None and x.requires_grad for x in inputs)
+    if not (will_differentiate and torch.is_grad_enabled()) or settings.chunk_bytes is not None:
+        return 0
+    hidden, weight, _ = inputs
+    rows = hidden.numel() // max(1, hidden.shape[-1])
+    return kept_rows(rows, len(weight) * settings.dtype.itemsize, hidden.device)
+
+
 def _compute(
     inputs: tuple[Tensor, Tensor, Tensor | None],
     tokens: Tensor,
@@ -199,7 +211,8 @@ def _compute(
     arguments = (flat_hidden(hidden), weight, bias, tokens.flatten())
     results: tuple[Tensor, ...]
     if group is None:
-        results = linear_logprobs(*arguments, *settings, with_entropy, impl.value)
+        keep = _keep(inputs, settings)
+        results = linear_logprobs(*arguments, *settings, with_entropy, impl.value, keep)
     else:
         results = ShardedLogprobs.apply(
             *arguments, settings, with_entropy, impl.value, group, vocab_start

@@ -47,12 +47,28 @@ class Head:
         return Chunks(counted, rows_per_chunk(settings.chunk_bytes, row_bytes, counted.device))
 
     def logits(
-        self, hidden: Tensor, chunks: Chunks, dtype: torch.dtype
+        self,
+        hidden: Tensor,
+        chunks: Chunks,
+        dtype: torch.dtype,
+        kept: Tensor | None = None,
+        *,
+        again: bool = False,
     ) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
-        """Yield (rows, hidden states, x or tanh); the next chunk overwrites the last."""
-        for part in chunks:
+        """Yield (rows, hidden states, x or tanh); the next chunk overwrites the last.
+
+        The first chunks go to `kept`, as many as fit; with `again` they are copied from there.
+        """
+        spare = 0 if kept is None else len(kept) // max(chunks.size, 1)
+        for number, part in enumerate(chunks):
             h = chunks.clean(hidden, part, dtype)
-            out = self._buffer("logits", chunks.size)[: len(h)]
+            place = None
+            if kept is not None and number < spare:
+                place = kept[number * chunks.size :][: len(h), : len(self.weight)]
+            if place is not None and again:
+                yield part, h, self._buffer("logits", chunks.size)[: len(h)].copy_(place)
+                continue
+            out = self._buffer("logits", chunks.size)[: len(h)] if place is None else place
             start, beta = (out, 0.0) if self._bias is None else (self._bias, self.slope)
             torch.addmm(start, h, self.weight.t(), beta=beta, alpha=self.slope, out=out)
             yield part, h, out.tanh_() if self._capped else out
@@ -70,10 +86,15 @@ class Head:
 
     def _buffer(self, name: str, rows: int) -> Tensor:
         if name not in self._buffers or len(self._buffers[name]) < rows:
-            columns, step = len(self.weight), max(1, _ALIGNMENT // self.weight.itemsize)
-            padded = self.weight.new_empty(rows, -(-columns // step) * step)
-            self._buffers[name] = padded[:, :columns]
+            padded = self.weight.new_empty(rows, padded_columns(self.weight))
+            self._buffers[name] = padded[:, : len(self.weight)]
         return self._buffers[name]
+
+
+def padded_columns(weight: Tensor) -> int:
+    """V, rounded up so that each row of logits starts at an aligned address."""
+    step = max(1, _ALIGNMENT // weight.itemsize)
+    return -(-len(weight) // step) * step
 
 
 class Wanted(NamedTuple):

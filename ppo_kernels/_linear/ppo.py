@@ -42,14 +42,14 @@ def linear_ppo_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss; [8]: the policy's six, mean entropy, factor of the gradients; the gradients.
 
-    Tokens that do not count have a weight of 0. The gradients are those of loss/factor, where the
-    factor is the largest weight: those of float16 would vanish beside weights of 1/10000.
+    Tokens that do not count have a weight of 0. The gradients are those of loss/factor; for 16-bit
+    ones the factor is the largest weight, as they would vanish beside weights of 1/10000.
     """
     settings = Settings(temperature, logit_scale, logit_softcap, chunk_bytes, dtype)
     wanted = Wanted(hidden_wanted, weight_wanted, bias_wanted)
     clip = (cliprange, cliprange_high, dual_clip)
     wide = _wide(dtype)
-    unit_weights, factor = _unit_weights(weights, wide)
+    unit_weights, factor = _unit_weights(weights, wide, scale=dtype.itemsize < 4)
     logprobs, entropy = hidden.new_zeros((2, len(hidden)), dtype=wide).unbind()
     rows = row_kernels(impl)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -87,12 +87,14 @@ def _(
     return hidden.new_empty((), dtype=wide), numbers, *gradients
 
 
-def _unit_weights(weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Weights that end at 1, and the factor that was taken out."""
+def _unit_weights(weights: Tensor, dtype: torch.dtype, scale: bool) -> tuple[Tensor, Tensor]:
+    """Weights, and the factor that was taken out of them: with `scale` they end at 1."""
     if weights.dtype == torch.bool:
-        return weights.to(dtype), weights.sum().clamp(min=1).to(dtype).reciprocal()
+        share = weights.sum().clamp(min=1).to(dtype).reciprocal()
+        one = torch.ones_like(share)
+        return (weights.to(dtype), share) if scale else (weights * share, one)
     weights = weights.to(dtype)
-    if weights.numel() == 0:
+    if weights.numel() == 0 or not scale:
         return weights, weights.new_ones(())
     largest = weights.abs().amax()
     factor = torch.where(largest > 0, largest, 1)
@@ -143,8 +145,16 @@ def _run_backward(ctx: Any, grad_loss: Tensor | None, *_: object) -> tuple[Tenso
         numbers, *gradients = ctx.saved_tensors
         scale = grad_loss * numbers[-1]
         for i, (gradient, wanted) in enumerate(zip(gradients, ctx.wanted, strict=True)):
-            results[i] = gradient * scale if wanted else None
+            results[i] = _scaled(gradient, scale) if wanted else None
     return *results, *[None] * ctx.others
+
+
+def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    # Where looking costs no wait, the usual factor of 1 makes no second copy of the gradients. A
+    # tracer's stand-in is a subclass, and has no value.
+    if type(gradient) is Tensor and scale.device.type == "cpu" and float(scale) == 1:
+        return gradient
+    return gradient * scale
 
 
 torch.library.register_autograd(

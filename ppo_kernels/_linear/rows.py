@@ -11,6 +11,10 @@ from torch import Tensor
 from ppo_kernels.reference import IGNORE_INDEX
 
 CPU_CHUNK_BYTES = 64 << 20
+CPU_KEPT_CHUNKS, GPU_KEPT_CHUNKS = 3, 1
+"""Chunks of logits that wait for the backward pass, which then does not make them again. On a CPU
+the matmul is most of the time: at N = 4096, V = 32000, D = 512 keeping 0, 3, 5 and 8 of 8 chunks
+took 3.2, 3.0, 2.8 and 2.5 s on two cores of an EPYC, and full logits 2.7 s."""
 GPU_CHUNK_BYTES = 1 << 30
 GPU_CHUNK_ROWS = 2048
 """Every chunk reads and writes the whole weight gradient: at V = 128256, D = 4096 and 2048 rows
@@ -90,6 +94,12 @@ def rows_per_chunk(chunk_bytes: int | None, row_bytes: int, device: torch.device
     if device.type == "cpu":
         return max(1, CPU_CHUNK_BYTES // row_bytes)
     return max(GPU_CHUNK_ROWS, GPU_CHUNK_BYTES // row_bytes)
+
+
+def kept_rows(rows: int, row_bytes: int, device: torch.device) -> int:
+    """Return how many rows of logits may be kept for the backward pass."""
+    chunks = CPU_KEPT_CHUNKS if device.type == "cpu" else GPU_KEPT_CHUNKS
+    return min(rows, chunks * rows_per_chunk(None, row_bytes, device))
 
 
 def _is_readable(device: torch.device) -> bool:

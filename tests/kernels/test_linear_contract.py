@@ -257,6 +257,36 @@ def test_autocast_computes_in_its_dtype_and_keeps_gradients_wide():
     assert not torch.equal(grads[1], low_grads[1].float())
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_logits_that_wait_for_the_backward_pass_change_no_bit(monkeypatch, softcap):
+    grads, drawn = [], sample()
+    for chunks in (0, 2, 100):
+        monkeypatch.setattr("ppo_kernels._linear.rows.CPU_KEPT_CHUNKS", chunks)
+        monkeypatch.setattr("ppo_kernels._linear.rows.CPU_CHUNK_BYTES", 200)
+        hidden, weight, tokens = drawn
+        inputs = hidden, weight
+        result = linear_token_logprobs(*inputs, tokens, logit_softcap=softcap, impl="torch")
+        grads.append(torch.autograd.grad(result.sum(), inputs, retain_graph=True))
+        again = torch.autograd.grad(result.sum(), inputs)
+        assert all(torch.equal(a, b) for a, b in zip(grads[-1], again, strict=True))
+    for other in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
+
+
+def test_the_gradient_is_no_second_copy_and_may_be_taken_twice():
+    hidden, weight, tokens = sample()
+    ones = torch.ones(tokens.shape)
+    constants = tokens, -ones, ones, ones / len(ones)
+    loss = linear_ppo_loss(hidden, weight, *constants, cliprange=0.2, impl="torch").loss
+    once = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    twice = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    assert [a.data_ptr() == b.data_ptr() for a, b in zip(once, twice, strict=True)] == [True, True]
+    loss.backward(retain_graph=True)
+    loss.backward()  # adds to the first one's: it must not be the tensor that is kept
+    for leaf, gradient in zip((hidden, weight), once, strict=True):
+        assert_close(leaf.grad, 2 * gradient)
+
+
 def test_many_chunks_of_16_bit_weights_add_in_float32():
     """257 equal contributions: a bfloat16 sum stops growing at 256."""
     hidden = torch.ones(257, 1, dtype=torch.bfloat16)
@@ -273,7 +303,7 @@ def test_opcheck():
     ones = torch.ones(N)
     head = (1.0, 1.0, None, 200, torch.float32)
     torch.library.opcheck(
-        logprobs_op.linear_logprobs, (hidden, weight, None, tokens, *head, True, "torch")
+        logprobs_op.linear_logprobs, (hidden, weight, None, tokens, *head, True, "torch", 0)
     )
     torch.library.opcheck(
         torch.ops.ppo_kernels.linear_ppo_loss.default,
