@@ -54,24 +54,27 @@ def make_learner(
     return Learner(model, parameters, optimizer, scheduler, on_actor)
 
 
-def take_step(
+def clip_gradients(
     learners: Sequence[Learner], optim: OptimConfig, accelerator: Accelerator
 ) -> list[Tensor]:
-    """Clip the gradients and step each optimiser; returns the norm of each before clipping."""
+    """Scale gradients down to `max_grad_norm`; returns the norm of each learner's before."""
     if optim.clip_jointly:
         grads = [[p.grad for p in each.parameters if p.grad is not None] for each in learners]
         norms = [nn.utils.get_total_norm(each) for each in grads]
         together = [parameter for each in learners for parameter in each.parameters]
         accelerator.clip_grad_norm_(together, optim.max_grad_norm)
-    else:
-        norms = [
-            torch.as_tensor(accelerator.clip_grad_norm_(each.parameters, optim.max_grad_norm))
-            for each in learners
-        ]
+        return norms
+    return [
+        torch.as_tensor(accelerator.clip_grad_norm_(each.parameters, optim.max_grad_norm))
+        for each in learners
+    ]
+
+
+def take_step(learners: Sequence[Learner]) -> None:
+    """Step each optimiser and its learning rate."""
     for learner in learners:
         learner.optimizer.step()
         learner.scheduler.step()
-    return norms
 
 
 def forget_gradients(*learners: Learner | None) -> None:

@@ -92,7 +92,8 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         name: [each for each in column if each is not None] for name, column in figures.items()
     }
     means = {name: float(torch.stack(each).mean()) for name, each in found.items() if each}
-    return {**means, "policy/updates": len(updates)}
+    bad = sum(u.actor_grad_norm is None and u.critic_grad_norm is None for u in updates)
+    return {**means, "policy/updates": len(updates) - bad, "policy/skipped": bad}
 
 
 def phase_seconds(clock: Sequence[float], tokens: int) -> dict[str, float]:

@@ -291,8 +291,8 @@ def kl_term(logprobs: Tensor, objective: Objective) -> Tensor:
     """
     assert objective.ref_logprobs is not None
     counts = objective.weights != 0
-    # the largest exponent whose result float32 holds, as in `policy_loss`
-    log_ratio = (logprobs - objective.old_logprobs).detach().clamp(max=88.0)
+    # ends at e^40, as the ratio in `policy_loss`
+    log_ratio = (logprobs - objective.old_logprobs).detach().clamp(max=40.0)
     charge = log_ratio.exp() * (logprobs.detach() - objective.ref_logprobs)
     charge = (objective.weights * charge).masked_fill(~counts, 0.0)
     through = (logprobs - logprobs.detach()).masked_fill(~counts, 0.0)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from accelerate.utils import set_seed
-from torch import nn
 
 from ppo.advantages import estimate_advantages
 from ppo.batch import Minibatch
@@ -20,12 +19,12 @@ from ppo.data import EncodedPrompts, encode_prompts, prompt_batches, read_prompt
 from ppo.demo.build import build_demo
 from ppo.metrics import peak_memory_gb, phase_seconds, rollout_metrics, update_metrics
 from ppo.models import Models, load_models
-from ppo.report import ModelRow, Report, Sample
-from ppo.rollout import sampling_warning
+from ppo.notes import model_rows, start_notes, step_notes
+from ppo.report import Report, Sample
 from ppo.run_folder import CONFIG, open_run, resume_command, save_models
 from ppo.signals import StopRequest
 from ppo.trainer import Trainer, evaluate, judge_metrics, prepare
-from ppo.update import update
+from ppo.update import BadNumbers, update
 
 
 def ppo_step(trainer: Trainer, prompts: EncodedPrompts) -> tuple[dict[str, float], list[Sample]]:
@@ -79,6 +78,7 @@ def ppo_step(trainer: Trainer, prompts: EncodedPrompts) -> tuple[dict[str, float
             impl=config.impl,
             train_actor=trainer.train_actor,
             extras=trainer.extras(kl_coef),
+            skip_bad_steps=config.skip_bad_steps,
         )
     )
     clock.append(time.perf_counter())
@@ -126,36 +126,6 @@ def name_models(config: Config) -> Config:
         eval_prompts=str(demo.eval_prompts),
         judge=config.judge or "ppo.demo.judge:vader",
     )
-
-
-def model_rows(config: Config, models: Models) -> list[ModelRow]:
-    """Who is who: role, source, architecture, size, and whether it trains."""
-    actor, shares = models.actor.model, config.models.sharing
-    rows = [ModelRow("actor", str(config.actor), type(actor).__name__, count(actor), True)]
-    if models.critic is not None and shares == "separate":
-        critic = models.critic
-        name = type(critic.trunk).__name__
-        rows.append(ModelRow("critic", str(models.critic_source), name, count(critic), True))
-    elif models.value_head is not None:
-        trained = models.critic.trained() if models.critic else models.value_head.parameters()
-        source = "adapter on the actor's base" if models.critic else "head on the actor"
-        size = sum(parameter.numel() for parameter in trained)
-        rows.append(ModelRow("critic", source, "Linear", size, True))
-    if shares == "lora":
-        rows.append(ModelRow("reference", "the actor's base, adapters off", "", 0, False))
-    else:
-        ref = models.ref.model
-        rows.append(ModelRow("reference", str(config.ref), type(ref).__name__, count(ref), False))
-    if models.reward_model is not None:
-        name = type(models.reward_model).__name__
-        size = count(models.reward_model)
-        rows.append(ModelRow("reward model", str(config.reward_model), name, size, False))
-    return rows
-
-
-def count(model: nn.Module) -> int:
-    """Parameters, those that are shared once."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def load_prompts(config: Config, models: Models, key: str) -> EncodedPrompts:
@@ -224,7 +194,11 @@ def run_steps(trainer: Trainer, prompts: EncodedPrompts, report: Report, stop: S
         try:
             batch = prompts.take(indices, config.rollout.samples_per_prompt)
             metrics, samples = ppo_step(trainer, batch)
-        except (KeyboardInterrupt, InputError):
+        except (KeyboardInterrupt, InputError) as error:
+            if isinstance(error, BadNumbers):
+                path = report.run_dir / f"bad_minibatch_step_{step}.pt"
+                torch.save(vars(error.minibatch), path)
+                report.note(f"step {step}: {error}; its minibatch is in {path}")
             if counters(trainer)["schedules"] == moment[1]["schedules"]:  # nothing has moved yet
                 save_checkpoint(report.run_dir, trainer, *moment, config.keep_last)
             raise
@@ -239,39 +213,6 @@ def run_steps(trainer: Trainer, prompts: EncodedPrompts, report: Report, stop: S
             moment = random_state(trainer), counters(trainer)
             save_checkpoint(report.run_dir, trainer, *moment, config.keep_last)
     return not stop.asked or trainer.state.rollouts >= config.steps
-
-
-def step_notes(config: Config, step: int, metrics: dict[str, float]) -> Iterator[str]:
-    """What a person should know of this step."""
-    taken = int(metrics["policy/updates"])
-    if taken < config.updates_per_step:
-        epoch = taken // config.ppo.num_minibatches + 1
-        yield (
-            f"step {step}: updates stopped in epoch {epoch} after {taken} steps, "
-            f"approx_kl passed {config.ppo.target_kl} (ppo.target_kl)"
-        )
-
-
-def start_notes(trainer: Trainer, prompts: EncodedPrompts) -> Iterator[str]:
-    """What a person should know before the first step."""
-    config, models = trainer.config, trainer.models
-    for role, policy in (("actor", models.actor), ("reference", models.ref)):
-        if policy.why_logits:
-            yield f"{role}: logits are made in full, because {policy.why_logits}"
-    limit = config.rollout.max_prompt_tokens
-    if prompts.dropped:
-        yield (
-            f"{prompts.dropped} prompts left out: longer than {limit} tokens "
-            "(rollout.max_prompt_tokens)"
-        )
-    if prompts.truncated:
-        yield (
-            f"{prompts.truncated} prompts cut to their last {limit} tokens "
-            "(rollout.long_prompts truncate)"
-        )
-    warning = sampling_warning(trainer.sampling)
-    if warning:
-        yield warning
 
 
 def settings_of_run(argv: Sequence[str]) -> Config:

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ppo.batch import Minibatch, split
-from ppo.config import OptimConfig, PPOConfig
+from ppo.config import InputError, OptimConfig, PPOConfig
 from ppo.forward import ask, state_values, values_of_tokens
-from ppo.learner import Learner, forget_gradients, take_step
+from ppo.learner import Learner, clip_gradients, forget_gradients, take_step
 from ppo.policy import Objective
 from ppo_kernels import PolicyLoss, ValueLoss, token_weights, value_loss
 
@@ -64,8 +64,12 @@ def update(
     impl: str,
     train_actor: bool = True,
     extras: Extras | None = None,
+    skip_bad_steps: bool = False,
 ) -> Iterator[UpdateStats]:
     """Take `ppo_epochs` x `num_minibatches` optimiser steps, yielding the figures of each.
+
+    A step whose gradient has NaN or infinity is never taken: it raises BadNumbers, or with
+    `skip_bad_steps` is left out and yields figures that are all None.
 
     Once the approximate KL of a minibatch is past `target_kl`, this step and all that would follow
     on this rollout are left out: the policy is too far from the one that sampled it.
@@ -99,7 +103,15 @@ def update(
                 supervised = extras.supervised(len(minibatch))
                 accelerator.backward(supervised)
                 supervised = supervised.detach()
-            norms = take_step(learners, optim, accelerator)
+            norms = clip_gradients(learners, optim, accelerator)
+            if not all(norm.isfinite() for norm in norms):
+                what = bad_numbers(losses, learners)
+                forget_gradients(actor, critic)
+                if not skip_bad_steps:
+                    raise BadNumbers(what, minibatch)
+                yield UpdateStats(None, None, None, None, None, None)
+                continue
+            take_step(learners)
             forget_gradients(actor, critic)
             yield UpdateStats(
                 *losses,
@@ -107,6 +119,28 @@ def update(
                 actor_grad_norm=norms[0] if train_actor else None,
                 critic_grad_norm=norms[-1] if critic else None,
             )
+
+
+class BadNumbers(InputError):
+    """A gradient that is not finite, before the step that it would have spoilt."""
+
+    def __init__(self, what: str, minibatch: Minibatch) -> None:
+        super().__init__(f"{what} is not finite; the step was not taken")
+        self.minibatch = minibatch
+
+
+def bad_numbers(losses: Losses, learners: Sequence[Learner]) -> str:
+    """Name the first tensor that is not finite: a loss, else a gradient."""
+    for name, part in (("loss of the policy", losses.policy), ("value loss", losses.value)):
+        if part is not None and not part.loss.isfinite():
+            return f"the {name}"
+    for learner in learners:
+        own = {id(parameter) for parameter in learner.parameters}
+        for name, parameter in learner.model.named_parameters():
+            gradient = parameter.grad
+            if id(parameter) in own and gradient is not None and not gradient.isfinite().all():
+                return f"the gradient of {name}"
+    return "the norm of the gradients"
 
 
 def _too_far(policy: PolicyLoss | None, target_kl: float | None) -> bool:

@@ -10,7 +10,6 @@ import pytest
 
 from ppo.train import main
 
-
 GROUPS = ("--rollout.batch_size=16", "--rollout.samples_per_prompt=4")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,8 +17,8 @@ from ppo.config import OptimConfig, PPOConfig
 from ppo.critic import Critic
 from ppo.forward import response_logprobs
 from ppo.learner import make_learner
-from ppo.policy import Policy
-from ppo.update import UpdateStats, update
+from ppo.policy import Objective, Policy, kl_term
+from ppo.update import BadNumbers, UpdateStats, update
 
 
 def make_critic(actor: PreTrainedModel) -> Critic:
@@ -56,6 +57,7 @@ def run(
     ppo: PPOConfig,
     *,
     by_logits: bool = False,
+    skip_bad_steps: bool = False,
 ) -> list[UpdateStats]:
     optim = OptimConfig(actor_lr=1e-2, critic_lr=1e-2, max_grad_norm=0.5)
     policy = Policy(actor)
@@ -67,6 +69,7 @@ def run(
     ]
     how = {"temperature": 1.0, "accelerator": Accelerator(), "impl": "torch"}
     generator = torch.Generator().manual_seed(0)
+    how |= {"skip_bad_steps": skip_bad_steps}
     return list(update(*learners, batch, ppo, optim, generator=generator, **how))
 
 
@@ -202,3 +205,54 @@ def test_models_that_keep_their_logits_take_the_same_steps(
         torch.testing.assert_close(lean.actor_grad_norm, full.actor_grad_norm, atol=0, rtol=1e-4)
     for a, b in zip(actors[0].parameters(), actors[1].parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=5e-5, rtol=0)
+
+
+def test_a_gradient_that_is_not_finite_is_never_stepped_on(llama: PreTrainedModel) -> None:
+    batch = make_batch(llama)
+    batch = replace(batch, returns=batch.returns.masked_fill(batch.response_mask, float("inf")))
+    critic = make_critic(llama)
+    before = [p.clone() for p in (*llama.parameters(), *critic.parameters())]
+    with pytest.raises(BadNumbers, match=r"^the value loss is not finite; the step was not taken$"):
+        run(llama, critic, batch, PPOConfig())
+    stats = run(llama, critic, batch, PPOConfig(), skip_bad_steps=True)
+    assert [each.actor_grad_norm for each in stats] == [None] * 4
+    after = (*llama.parameters(), *critic.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_the_kl_term_stays_finite_far_from_the_old_policy() -> None:
+    logprobs = torch.tensor([[-1.0]], requires_grad=True)
+    ones = torch.ones(1, 1)
+    objective = Objective(
+        -100 * ones, ones, 0.01 * ones, 0.2, None, None, 0.0, ref_logprobs=-4 * ones, kl_coef=1.0
+    )
+    value = kl_term(logprobs, objective)
+    value.backward()
+    assert value.isfinite()
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(0.01 * math.exp(40) * 3, rel=1e-5)
+
+
+def test_the_kl_terms_expected_gradient_is_that_of_the_kl() -> None:
+    """All tokens of a small vocabulary, each as often as the old policy samples it."""
+    g = torch.Generator().manual_seed(0)
+    new, old, ref = (3 * torch.randn(3, 8, generator=g, dtype=torch.float64)).unbind()
+    new.requires_grad_()
+    log_p = new.log_softmax(-1)
+    objective = Objective(
+        old.log_softmax(-1)[None],
+        torch.zeros(1, 8),
+        old.softmax(-1)[None],
+        0.2,
+        None,
+        None,
+        0.0,
+        ref_logprobs=ref.log_softmax(-1)[None],
+        kl_coef=1.0,
+    )
+    value = kl_term(log_p[None], objective)
+    (found,) = torch.autograd.grad(value, new, retain_graph=True)
+    exact = (log_p.exp() * (log_p - ref.log_softmax(-1))).sum()
+    (expected,) = torch.autograd.grad(exact, new)
+    torch.testing.assert_close(value, exact)
+    torch.testing.assert_close(found, expected)
