@@ -61,6 +61,11 @@ def start_notes(trainer: Trainer, prompts: EncodedPrompts) -> Iterator[str]:
             f"{prompts.truncated} prompts cut to their last {limit} tokens "
             "(rollout.long_prompts truncate)"
         )
+    if config.dtype == "bfloat16" and config.models.sharing != "lora":
+        yield (
+            "dtype bfloat16: the trained weights have 8 bits of precision, and an update of less "
+            "than about 1/500 of a weight is lost; float32, or models.sharing lora, keeps it"
+        )
     warning = sampling_warning(trainer.sampling)
     if warning:
         yield warning

@@ -20,6 +20,7 @@ LONGEST_TEXT = 400
 CONTENTS = {
     "actor": "the trained policy, for from_pretrained",
     "critic": "the trained value model",
+    "checkpoints": "where the run stands, for --resume",
     "config.yaml": "every setting of the run",
     "metrics.jsonl": "all metrics, one line a step",
     "samples.jsonl": "prompts, responses and scores along the training",
