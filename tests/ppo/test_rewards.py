@@ -77,3 +77,39 @@ def test_an_encoder_scores_with_its_own_pooling() -> None:
 def test_a_function_that_cannot_be_imported_is_one_clear_error(spec: str) -> None:
     with pytest.raises(InputError, match=r"^judge: "):
         load_function(spec, "judge")
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ 'w60' if m.role == 'user' else 'w61' }} {{ m.content }} {% endfor %}"
+)
+
+
+@torch.no_grad()
+def test_texts_end_with_the_readers_own_eos_where_the_response_ended(
+    reward_model: LlamaForSequenceClassification,
+) -> None:
+    how = {"finished": [True, False], "batch_size": 1}
+    found = score_texts(reward_model, tiny_tokenizer(), ["w5 ", "w5 "], ["w6", "w6"], **how)
+    expected = [alone(reward_model, [5, 6, 2]), alone(reward_model, [5, 6])]
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+@torch.no_grad()
+def test_a_chat_is_read_by_the_readers_own_template(
+    reward_model: LlamaForSequenceClassification,
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    open_turn = [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8 "}]
+    messages = [[{"role": "user", "content": "w7"}], open_turn, None]
+    found = score_texts(reward_model, tokenizer, ["x", "x", "w5 "], ["w9"] * 3, messages=messages)
+    rows = [[60, 7, 61, 9], [60, 7, 61, 8, 9], [5, 9]]
+    expected = torch.tensor([alone(reward_model, row) for row in rows])
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_text_past_the_readers_positions_is_refused(
+    reward_model: LlamaForSequenceClassification,
+) -> None:
+    with pytest.raises(InputError, match="sample 1 of the batch has 130 tokens"):
+        score_texts(reward_model, tiny_tokenizer(), ["w5 ", "w5 " * 129], ["w6", "w6"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ppo.batch import Rollout
 from ppo.data import left_pad
-from ppo.rollout import Sampling, cut_at_eos, generate
+from ppo.rollout import Sampling, cut_at_eos, generate, sampling_warning, stop_positions
+from tests.ppo.conftest import tiny_tokenizer
 
 PAD, EOS = 0, 2
 
@@ -73,3 +75,56 @@ def test_training_mode_is_restored_and_dropout_is_off_while_sampling(gpt2: PreTr
     found = generate(gpt2.train(), prompts, mask, sampling).responses
     assert gpt2.training
     assert torch.equal(expected, found)
+
+
+def always(llama: PreTrainedModel, token: int) -> PreTrainedModel:
+    """A model that says one token, whatever came before."""
+    with torch.no_grad():
+        for parameter in llama.parameters():
+            parameter.zero_()
+        llama.model.norm.weight.fill_(1.0)
+        llama.model.embed_tokens.weight[:, 0] = 1.0
+        llama.model.embed_tokens.weight[token, 0] = 100.0
+    return llama
+
+
+def sample_one(model: PreTrainedModel, **changes: object) -> Rollout:
+    how = {"max_new_tokens": 4, "temperature": 1.0, "eos_ids": [EOS], "pad_id": PAD, **changes}
+    prompts, mask = left_pad([[5, 6], [7]], PAD)
+    return generate(model, prompts, mask, Sampling(**how), tiny_tokenizer())
+
+
+def test_a_stop_string_ends_a_response_and_stays_in_it(llama: PreTrainedModel) -> None:
+    rollout = sample_one(always(llama, 9), stop_strings=["w9 w9"])
+    assert rollout.responses.tolist() == [[9, 9]] * 2
+    assert rollout.finished.tolist() == [True, True]
+    rollout = sample_one(llama, stop_strings=["w9"], min_new_tokens=3)
+    assert rollout.responses.tolist() == [[9, 9, 9]] * 2
+    assert sample_one(llama, stop_strings=["w8"]).finished.tolist() == [False, False]
+
+
+def test_a_stop_string_in_one_row_leaves_the_others_alone() -> None:
+    sampling = Sampling(4, 1.0, [EOS], PAD, stop_strings=["w8 w9"])
+    ids = torch.tensor([[7, 8, 9, 10], [9, 8, 7, 6]])
+    ends = stop_positions(tiny_tokenizer(), ids, sampling)
+    assert ends.tolist() == [[False, False, True, False], [False] * 4]
+
+
+def test_no_eos_before_the_minimal_length(llama: PreTrainedModel) -> None:
+    model = always(llama, EOS)
+    assert sample_one(model).response_mask.sum(1).tolist() == [1, 1]
+    rollout = sample_one(model, min_new_tokens=3)
+    assert EOS not in rollout.responses[:, :3]
+    assert rollout.responses[:, 3].tolist() == [EOS, EOS]
+
+
+def test_a_person_is_told_where_the_sampled_distribution_is_not_the_trained_one() -> None:
+    assert sampling_warning(Sampling(4, 0.7, [EOS], PAD, stop_strings=["a"])) is None
+    warning = sampling_warning(Sampling(4, 0.7, [EOS], PAD, top_k=5, top_p=0.9))
+    assert warning is not None
+    assert warning.startswith("rollout.top_k, rollout.top_p: responses come from a narrower")
+
+
+def test_top_k_of_one_is_greedy(llama: PreTrainedModel) -> None:
+    greedy = sample_one(llama, top_k=1).responses
+    assert torch.equal(greedy, sample_one(llama, temperature=1e-4).responses)
