@@ -92,6 +92,9 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         name: [each for each in column if each is not None] for name, column in figures.items()
     }
     means = {name: float(torch.stack(each).mean()) for name, each in found.items() if each}
+    ratios = [float(u.ratio_max) for u in updates if u.ratio_max is not None]
+    if ratios:
+        means["val/ratio_max"] = max(ratios)
     bad = sum(u.actor_grad_norm is None and u.critic_grad_norm is None for u in updates)
     return {**means, "policy/updates": len(updates) - bad, "policy/skipped": bad}
 

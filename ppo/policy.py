@@ -7,7 +7,7 @@ does something else with its logits keeps them; `Policy` finds out when it is ma
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ppo.adapters import activate, role_parameters, save_adapter
 from ppo.heads import causal_inputs, decoder, find_head, head_parameters, save_head
+from ppo.objective import Objective, kl_term
 from ppo_kernels import (
     LinearPPOLoss,
     categorical_kl,
@@ -28,30 +29,6 @@ from ppo_kernels import (
     token_logprobs,
     token_logprobs_and_entropy,
 )
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What the policy's loss needs beside the log-probabilities: see `policy_loss`.
-
-    With `ref_logprobs` the KL to the reference is part of it: kl_coef·Σ w_t·ρ_t·Δ_t.
-    """
-
-    old_logprobs: Tensor  # [B,T], as the next two
-    advantages: Tensor
-    weights: Tensor
-    cliprange: float
-    cliprange_high: float | None
-    dual_clip: float | None
-    entropy_coef: float
-    ref_logprobs: Tensor | None = None  # [B,T]
-    kl_coef: float = 0.0
-
-    @property
-    def clipped(self) -> dict[str, Any]:
-        """The arguments of `policy_loss`."""
-        rest = ("entropy_coef", "ref_logprobs", "kl_coef")
-        return {name: value for name, value in vars(self).items() if name not in rest}
 
 
 class PolicyOutput(NamedTuple):
@@ -273,27 +250,12 @@ def _loss(
         kl = kl_term(logprobs, objective)
         loss = loss + objective.kl_coef * kl
         kl = kl.detach()
+    log_ratio = (logprobs.detach() - objective.old_logprobs)[objective.weights != 0]
+    largest = log_ratio.amax().clamp(max=40.0).exp() if len(log_ratio) else bonus.detach() * 0
     found = LinearPPOLoss(
-        loss=loss, policy=policy._replace(loss=policy.loss.detach()), entropy=bonus.detach()
+        loss=loss,
+        policy=policy._replace(loss=policy.loss.detach()),
+        entropy=bonus.detach(),
+        ratio_max=largest,
     )
     return PolicyOutput(loss=found, kl_term=kl)
-
-
-def kl_term(logprobs: Tensor, objective: Objective) -> Tensor:
-    """Return Σ w_t·ρ_t·Δ_t with the gradient Σ w_t·ρ_t·Δ_t·∇log π(a_t|s_t).
-
-    Δ = log π − log π_ref and ρ = π/π_old. In expectation over tokens of the old policy the value is
-    Σ w·KL(π‖π_ref) and the gradient is its gradient: E[ρ·∇log π] = 0 is left out, which takes
-    variance away. Differentiating k1 or k3 themselves would give another gradient (0 for k1).
-
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html, for the estimators; the gradient
-    is the score-function one of Williams 1992, https://doi.org/10.1007/BF00992696.
-    """
-    assert objective.ref_logprobs is not None
-    counts = objective.weights != 0
-    # ends at e^40, as the ratio in `policy_loss`
-    log_ratio = (logprobs - objective.old_logprobs).detach().clamp(max=40.0)
-    charge = log_ratio.exp() * (logprobs.detach() - objective.ref_logprobs)
-    charge = (objective.weights * charge).masked_fill(~counts, 0.0)
-    through = (logprobs - logprobs.detach()).masked_fill(~counts, 0.0)
-    return charge.sum() + (charge * through).sum()

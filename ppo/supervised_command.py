@@ -198,7 +198,17 @@ def encode_rows(
 def encode_conversations(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], system: str | None
 ) -> list[Example]:
-    """Encode prompts as PPO does, and their responses without special tokens, EOS at the end."""
+    """Encode prompts as PPO does, and their responses without special tokens, EOS at the end.
+
+    Raises:
+        InputError: as `encode_contents`; the last message of a prompt is the assistant's.
+    """
+    for asked in (conversation.prompt for conversation in conversations):
+        if not isinstance(asked.content, str) and asked.content[-1]["role"] == "assistant":
+            raise InputError(
+                f"{asked.place}: the last message of the prompt is the assistant's, but the "
+                "response is a turn of its own; end the prompt before it"
+            )
     eos = tokenizer.eos_token_id
     prompts = encode_contents(
         tokenizer,

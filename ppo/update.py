@@ -14,7 +14,7 @@ from ppo.batch import Minibatch, split
 from ppo.config import InputError, OptimConfig, PPOConfig
 from ppo.forward import ask, state_values, values_of_tokens
 from ppo.learner import Learner, clip_gradients, forget_gradients, take_step
-from ppo.policy import Objective
+from ppo.objective import Objective
 from ppo_kernels import PolicyLoss, ValueLoss, token_weights, value_loss
 
 
@@ -37,6 +37,7 @@ class Losses(NamedTuple):
     value: ValueLoss | None
     kl: Tensor | None
     """KL term of the loss, Σ w_t·kl_t."""
+    ratio_max: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class UpdateStats:
     policy: PolicyLoss | None
     value: ValueLoss | None
     kl: Tensor | None
+    ratio_max: Tensor | None
     supervised: Tensor | None
     actor_grad_norm: Tensor | None
     critic_grad_norm: Tensor | None
@@ -109,7 +111,7 @@ def update(
                 forget_gradients(actor, critic)
                 if not skip_bad_steps:
                     raise BadNumbers(what, minibatch)
-                yield UpdateStats(None, None, None, None, None, None)
+                yield UpdateStats(*[None] * 7)
                 continue
             take_step(learners)
             forget_gradients(actor, critic)
@@ -165,7 +167,7 @@ def _backward(
     Each model's part goes back before the next model runs, so that the activations of one are in
     memory at a time; a value head on the actor has its part in the actor's pass.
     """
-    policy = value = kl = all_values = None
+    policy = value = kl = ratio_max = all_values = None
     parts: list[Tensor] = []
     on_actor = critic is not None and critic.on_actor
     if actor is not None:
@@ -180,6 +182,7 @@ def _backward(
         )
         assert out.loss is not None
         parts, policy, kl = [out.loss.loss], out.loss.policy, out.kl_term
+        ratio_max = out.loss.ratio_max
         if out.kl is not None:
             exact = (weights * out.kl).sum()
             parts.append(extras.kl_coef * exact)
@@ -205,7 +208,7 @@ def _backward(
         )
         accelerator.backward(_sum([*parts, ppo.vf_coef * value.loss]))
         value = value._replace(loss=value.loss.detach())
-    return Losses(policy, value, kl)
+    return Losses(policy, value, kl, ratio_max)
 
 
 def _objective(micro: Minibatch, weights: Tensor, ppo: PPOConfig, extras: Extras) -> Objective:
@@ -233,10 +236,12 @@ def add_up(parts: Sequence[Losses]) -> Losses:
     policies = [part.policy for part in parts if part.policy is not None]
     values = [part.value for part in parts if part.value is not None]
     kls = [part.kl for part in parts if part.kl is not None]
+    ratios = [part.ratio_max for part in parts if part.ratio_max is not None]
     return Losses(
         _policies(policies) if policies else None,
         _values(values) if values else None,
         _sum(kls) if kls else None,
+        torch.stack(ratios).amax() if ratios else None,
     )
 
 

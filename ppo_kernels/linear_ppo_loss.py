@@ -72,8 +72,9 @@ def linear_ppo_loss(
     Returns:
         LinearPPOLoss of 0-dim tensors, float32 (float64 for float64 hidden). `loss` is
         differentiable once, in hidden, weight and bias; `policy` (a `PolicyLoss`, its loss without
-        the bonus) and `entropy` (mean of H over tokens that count) are detached. Positions that do
-        not count have no effect, whatever they hold, and a gradient of exactly 0.
+        the bonus), `entropy` (mean of H over tokens that count) and `ratio_max` (their largest ρ)
+        are detached. Positions that do not count have no effect, whatever they hold, and a
+        gradient of exactly 0.
 
     Raises:
         ValueError: A shape, a device or a number is wrong; a token that counts is not in [0, V)
@@ -113,5 +114,5 @@ def linear_ppo_loss(
         entropy_coef, chosen.value,
         *(trained and x is not None and x.requires_grad for x in (hidden, weight, bias)),
     )  # fmt: skip
-    *policy, entropy, _ = numbers.unbind()
-    return LinearPPOLoss(loss, PolicyLoss(*policy), entropy)
+    *policy, entropy, ratio_max, _ = numbers.unbind()
+    return LinearPPOLoss(loss, PolicyLoss(*policy), entropy, ratio_max)

@@ -44,11 +44,15 @@ class PPOLoss(NamedTuple):
 
 
 class LinearPPOLoss(NamedTuple):
-    """policy.loss − entropy_coef·Σ w·H; only `loss` carries a gradient; entropy: token mean."""
+    """policy.loss − entropy_coef·Σ w·H; only `loss` carries a gradient; entropy: token mean.
+
+    ratio_max: the largest ρ of the tokens that count, at most e^40; 0 where none does.
+    """
 
     loss: Tensor
     policy: PolicyLoss
     entropy: Tensor
+    ratio_max: Tensor
 
 
 class PPOAdvantages(NamedTuple):

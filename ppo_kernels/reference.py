@@ -445,7 +445,14 @@ def linear_ppo_loss(
         loss=policy.loss - entropy_coef * torch.where(counted, w * entropy, 0).sum(),
         policy=policy._replace(loss=policy.loss.detach()),
         entropy=_mean(entropy.detach(), counted, count),
+        ratio_max=_ratio_max(logprobs.detach(), old_logprobs, counted),
     )
+
+
+def _ratio_max(logprobs: Tensor, old_logprobs: Tensor, counted: Tensor) -> Tensor:
+    log_ratio = torch.where(counted, logprobs - old_logprobs, -math.inf).flatten()
+    none = log_ratio.new_full((1,), -math.inf)
+    return torch.cat([log_ratio, none]).amax().clamp(max=MAX_LOG_RATIO).exp()
 
 
 def _upcast(*tensors: Tensor) -> tuple[Tensor, ...]:

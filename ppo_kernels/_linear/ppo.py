@@ -40,7 +40,7 @@ def linear_ppo_loss(
     weight_wanted: bool,
     bias_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss; [8]: the policy's six, mean entropy, factor of the gradients; the gradients.
+    """Loss; [9]: the policy's six, mean entropy, largest ratio, factor of the gradients; those.
 
     Tokens that do not count have a weight of 0. The gradients are those of loss/factor; for 16-bit
     ones the factor is the largest weight, as they would vanish beside weights of 1/10000.
@@ -74,7 +74,9 @@ def linear_ppo_loss(
     policy = _policy_loss(impl, logprobs, old_logprobs, advantages, weights, clip)
     bonus = (torch.where(weights != 0, unit_weights * entropy, 0).sum() * factor) * entropy_coef
     mean_entropy = torch.where(weights != 0, entropy, 0).sum() / policy.count.clamp(min=1)
-    return policy.loss - bonus, torch.stack([*policy, mean_entropy, factor]), *gradients
+    ratio_max = reference._ratio_max(logprobs, old_logprobs, weights != 0)
+    numbers = torch.stack([*policy, mean_entropy, ratio_max, factor])
+    return policy.loss - bonus, numbers, *gradients
 
 
 @linear_ppo_loss.register_fake
@@ -82,7 +84,7 @@ def _(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = _wide(next(x for x in others if isinstance(x, torch.dtype)))
-    numbers = hidden.new_empty(8, dtype=wide)
+    numbers = hidden.new_empty(9, dtype=wide)
     gradients = empty_gradients(hidden, weight, bias, Wanted(*others[-3:]))
     return hidden.new_empty((), dtype=wide), numbers, *gradients
 

@@ -57,7 +57,8 @@ def composition(hidden, weight, tokens, old, advantages, weights, *, bias, entro
     w = weights / mask.sum() if weights.dtype == torch.bool else weights
     loss = policy.loss - entropy_coef * (w * entropy).sum()
     mean = (entropy * mask).sum() / mask.sum()
-    return reference.LinearPPOLoss(loss, policy._replace(loss=policy.loss.detach()), mean)
+    top = (logprobs - old)[mask].exp().amax()
+    return reference.LinearPPOLoss(loss, policy._replace(loss=policy.loss.detach()), mean, top)
 
 
 MASK = torch.arange(N) % 4 != 2
@@ -211,3 +212,18 @@ def test_batch_of_sequences(impl):
     want = run(linear_ppo_loss, inputs, constants, MASK, impl=impl)
     got[8] = got[8].view(N, D)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, None])
+def test_the_largest_ratio_is_that_of_the_tokens_that_count(impl, chunk_bytes):
+    (hidden, weight, bias), (tokens, old, advantages) = sample()
+    log_p = (hidden @ weight.T + bias).log_softmax(-1)[range(N), tokens]
+    old = log_p - torch.linspace(0, 1, N)
+    old[MASK.nonzero()[-1]] = log_p[MASK.nonzero()[-1]] - 0.25
+    old[~MASK] = -50.0
+    expected = torch.linspace(0, 1, N)[MASK][:-1].amax().clamp(min=0.25).exp()
+    options = {"bias": bias, "chunk_bytes": chunk_bytes, "impl": impl}
+    result = linear_ppo_loss(hidden, weight, tokens, old, advantages, MASK, **options)
+    assert_close(result.ratio_max, expected)
+    nothing = linear_ppo_loss(hidden, weight, tokens, old, advantages, MASK & False, **options)
+    assert nothing.ratio_max == 0

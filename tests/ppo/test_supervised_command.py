@@ -74,6 +74,18 @@ def test_a_chat_is_rendered_up_to_the_response() -> None:
     assert encoded == [(Example([9, 4, 9, 5, 8], [7, 2]),)]
 
 
+def test_a_prompt_that_ends_with_the_assistant_names_no_key_of_another_command() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    prompt = Prompt(({"role": "assistant", "content": "w5"},), "f:3")
+    with pytest.raises(InputError) as caught:
+        encode_rows(tokenizer, [(Conversation(prompt, "w7"),)], SFTConfig("m", "o", data="d"), 9)
+    assert str(caught.value) == (
+        "f:3: the last message of the prompt is the assistant's, but the response is a turn of its "
+        "own; end the prompt before it"
+    )
+
+
 def test_long_rows_are_refused_or_left_out() -> None:
     tokenizer = tiny_tokenizer()
     short, long = conversation("w5", "w6"), conversation("w5", "w6 w7 w8")

@@ -17,7 +17,8 @@ from ppo.config import OptimConfig, PPOConfig
 from ppo.critic import Critic
 from ppo.forward import response_logprobs
 from ppo.learner import make_learner
-from ppo.policy import Objective, Policy, kl_term
+from ppo.objective import Objective, kl_term
+from ppo.policy import Policy
 from ppo.update import BadNumbers, UpdateStats, update
 
 
