@@ -99,6 +99,7 @@ class Config:
         _check_critic(self)
         _check_sharing(self)
         _check_lengths(self.rollout)
+        _check_micro_batches(self)
         if self.optim.warmup_steps > self.optimizer_steps:
             raise InputError(
                 f"optim.warmup_steps must not exceed the run's {self.optimizer_steps} optimiser "
@@ -233,6 +234,19 @@ def _check_sharing(config: Config) -> None:
         )
     if config.models.value_gradient and sharing != "trunk":
         raise InputError(f"models.value_gradient needs models.sharing trunk, got {sharing}")
+
+
+def _check_micro_batches(config: Config) -> None:
+    tokens, longest = config.ppo.micro_batch_tokens, config.rollout.longest
+    if tokens is None:
+        return
+    if config.ppo.micro_batch_size is not None:
+        raise InputError("ppo.micro_batch_tokens and ppo.micro_batch_size: give one of them")
+    if tokens < longest:
+        raise InputError(
+            f"ppo.micro_batch_tokens must hold the longest sequence, {longest} tokens "
+            f"(rollout.max_prompt_tokens + rollout.max_new_tokens), got {tokens}"
+        )
 
 
 def _check_lengths(rollout: RolloutConfig) -> None:

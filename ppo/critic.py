@@ -18,6 +18,7 @@ from transformers import (
 from ppo.adapters import CRITIC, activate, role_parameters, save_adapter
 from ppo.heads import VALUE_HEAD, save_head
 from ppo.model_folders import load_model, read_config
+from ppo.packing import pack, packed_states, padded_states
 from ppo.schema import InputError
 
 
@@ -38,15 +39,25 @@ class Critic(nn.Module):
         super().__init__()
         self.trunk = trunk
         self.head = head
+        self.packed = False
         self._shared = [shared] if shared is not None else []  # a list hides it from nn.Module
 
-    def forward(self, **inputs: Tensor) -> Tensor:
-        """Return the values, [B,L] fp32."""
+    def forward(
+        self, prompts: Tensor, prompt_mask: Tensor, responses: Tensor, response_mask: Tensor
+    ) -> Tensor:
+        """Return V before each response token and after the last column, [B,T+1] fp32."""
         for shared in self._shared:
             activate(shared, CRITIC)
-        hidden = self.trunk(**inputs).last_hidden_state
+        run = packed_states if self.packed else padded_states
+        hidden = run(self.trunk, (prompts, prompt_mask, responses, response_mask))
         values: Tensor = self.head(hidden).squeeze(-1).float()
         return values
+
+    def pack(self) -> str | None:
+        """Leave padding out from now on, or say why it stays."""
+        why = pack(self.trunk)
+        self.packed = why is None
+        return why
 
     def trained(self) -> list[nn.Parameter]:
         """The parameters that its optimiser moves."""

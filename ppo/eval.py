@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from ppo.batch import Rollout, split
+from ppo.batch import Rollout, join, split
 from ppo.config import Config
 from ppo.data import EncodedPrompts
 from ppo.generate import guarded, open_run, read_run_prompts, sample
@@ -187,14 +187,15 @@ def _respond(
 def kl_of(config: Config, models: Models, rollout: Rollout) -> Tensor:
     """Sum log π(a_t) − log π_ref(a_t) over each response, [B] nats (estimator k1)."""
     sums = []
-    for _, part in split(rollout, config.ppo.micro_batch_size):
+    ppo = config.ppo
+    for rows, part in split(rollout, ppo.micro_batch_size, ppo.micro_batch_tokens):
         tokens = (part.prompts, part.prompt_mask, part.responses, part.response_mask)
         ours, theirs = (
             policy(*tokens, temperature=config.rollout.temperature, impl=config.impl).logprobs
             for policy in (models.actor, models.ref)
         )
-        sums.append((ours - theirs).sum(1))
-    return torch.cat(sums)
+        sums.append((rows, (ours - theirs).sum(1)))
+    return join(sums)
 
 
 def show(found: Evaluation, console: Console) -> None:

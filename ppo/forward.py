@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from ppo.batch import Minibatch, Rollout
-from ppo.heads import causal_inputs
 from ppo.policy import PolicyOutput
 
 
@@ -29,9 +28,8 @@ def response_logprobs(
 
 def state_values(critic: nn.Module, batch: Rollout | Minibatch) -> Tensor:
     """V before each response token, and after the last column: [B,T+1] fp32, nothing masked."""
-    inner: Any = getattr(critic, "module", critic)
-    values: Tensor = critic(**causal_inputs(inner.trunk, *_tokens(batch)))
-    return values[:, batch.prompts.shape[1] - 1 :]
+    values: Tensor = critic(*_tokens(batch))
+    return values
 
 
 def values_of_tokens(values: Tensor, batch: Rollout | Minibatch) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ppo.batch import Rollout, split
+from ppo.batch import Rollout, join, split
 from ppo.config import Config
 from ppo.forward import ask, state_values, values_after, values_of_tokens
 from ppo.learner import Learner
@@ -34,12 +34,18 @@ def look(
     The log-probs come from the forward that trains, not from the sampler's cache, so that the
     first ratio is 1.
     """
-    parts = [
-        _look(config, actor, critic, ref, part)
-        for _, part in split(rollout, config.ppo.micro_batch_size)
-    ]
-    columns = zip(*parts, strict=True)
-    joined = (None if column[0] is None else torch.cat(column) for column in columns)
+    ppo, packed = config.ppo, config.models.packing
+    cuts = split(rollout, ppo.micro_batch_size, ppo.micro_batch_tokens, packed=packed)
+    rows, parts = zip(
+        *((rows, _look(config, actor, critic, ref, part)) for rows, part in cuts), strict=True
+    )
+    width = rollout.responses.shape[1]
+    joined = (
+        None
+        if column[0] is None
+        else join(list(zip(rows, column, strict=True)), width if column[0].dim() == 2 else None)
+        for column in zip(*parts, strict=True)
+    )
     return Look(*joined)  # type: ignore[arg-type]  # only values can be None
 
 

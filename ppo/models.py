@@ -31,6 +31,7 @@ from ppo.critic import Critic, load_critic, load_head, new_head
 from ppo.heads import decoder
 from ppo.model_folders import load_model, load_tokenizer, read_config
 from ppo.policy import Policy
+from ppo.recompute import recompute_layers
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def load_models(config: Config) -> Models:
         critic_source = _default_critic(config, configs, tokenizer, reward_tokenizer)
     roles = _load_shared if config.models.sharing == "lora" else _load_apart
     actor, critic, ref = roles(config, ref_source, critic_source, dtype)
+    _save_memory(config, actor, critic, ref)
     models = Models(actor, critic, ref, reward_model, tokenizer, reward_tokenizer, critic_source)
     if not models.eos_ids:
         raise InputError(f"actor: {config.actor} names no EOS token, so no response could ever end")
@@ -151,6 +153,21 @@ def _load_shared(
         load_head(head, critic_source)
         critic = Critic(decoder(model), head, shared=model)  # type: ignore[arg-type]
     return Policy(model, adapter=ACTOR), critic, Policy(model, adapter=REFERENCE)
+
+
+def _save_memory(config: Config, actor: Policy, critic: Critic | None, ref: Policy) -> None:
+    if config.models.gradient_checkpointing:
+        trained = {id(trunk): trunk for trunk in (decoder(actor.model), critic and critic.trunk)}
+        for trunk in filter(None, trained.values()):
+            try:
+                recompute_layers(trunk)
+            except ValueError as error:
+                raise InputError(f"models.gradient_checkpointing: {error}") from None
+    if config.models.packing:
+        for role, model in (("actor", actor), ("critic", critic), ("ref", ref)):
+            why = model.pack() if model is not None else None
+            if why:
+                raise InputError(f"models.packing: the {role} cannot do without padding: {why}")
 
 
 def _default_critic(

@@ -205,9 +205,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="how GPUs share weights, gradients and optimiser",
     )
     parser.add_argument(
-        "--checkpoint-activations", action="store_true", help="compute layers again going back"
-    )
-    parser.add_argument(
         "--master-weights", action="store_true", help="float32 copies beside bfloat16 weights"
     )
     parser.add_argument("--tflops", type=float, default=989.0, help="peak of a GPU in bfloat16")
@@ -234,7 +231,6 @@ def read_options(argv: Sequence[str]) -> tuple[Config, Machine, Speed, str]:
         gpus=options.gpus,
         gpu_memory=options.gpu_memory * GB,
         strategy=options.strategy,
-        checkpoint_activations=options.checkpoint_activations,
         master_weights=options.master_weights,
     )
     speed = Speed(

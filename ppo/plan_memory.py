@@ -28,7 +28,6 @@ class Machine:
     gpus: int = 1
     gpu_memory: float = 80e9
     strategy: Strategy = "ddp"
-    checkpoint_activations: bool = False
     master_weights: bool = False
     """bfloat16 weights with float32 copies and moments; the trainer does without today."""
 
@@ -85,10 +84,13 @@ def batch_of(config: Config, machine: Machine) -> Batch:
     """Cut the rollout as the trainer does, an equal share for each GPU, rounded up."""
     responses = -(-config.rollout.responses // machine.gpus)
     minibatch = -(-responses // config.ppo.num_minibatches)
+    micro = config.ppo.micro_batch_size
+    if config.ppo.micro_batch_tokens is not None:
+        micro = config.ppo.micro_batch_tokens // config.rollout.longest
     return Batch(
         responses=responses,
         minibatch=minibatch,
-        micro=min(config.ppo.micro_batch_size or minibatch, minibatch),
+        micro=min(micro or minibatch, minibatch),
         prompt=config.rollout.max_prompt_tokens,
         response=config.rollout.max_new_tokens,
     )
@@ -239,7 +241,7 @@ def _kept(config: Config, machine: Machine, role: Role) -> int:
     Source: Chen et al. 2016, section 4, https://arxiv.org/abs/1604.06174.
     """
     saved, layers = _activations(config, machine, role), role.shape.layers
-    if machine.checkpoint_activations:
+    if config.models.gradient_checkpointing:
         return layers * saved.boundary + saved.layer + saved.rest
     return layers * saved.layer + saved.rest
 
@@ -269,7 +271,9 @@ def largest_micro_batch(config: Config, machine: Machine, found: Sequence[Role])
     """Find the largest `ppo.micro_batch_size` whose phases all fit; None where even 1 does not."""
 
     def fit(micro: int) -> bool:
-        changed = replace(config, ppo=replace(config.ppo, micro_batch_size=micro))
+        changed = replace(
+            config, ppo=replace(config.ppo, micro_batch_size=micro, micro_batch_tokens=None)
+        )
         return all(p.total <= machine.gpu_memory for p in phases(changed, machine, found))
 
     low, high = 0, batch_of(config, machine).minibatch

@@ -123,7 +123,7 @@ def _update(
     """
     size = size_of(config.dtype)
     micros = config.ppo.ppo_epochs * config.ppo.num_minibatches * -(-batch.minibatch // batch.micro)
-    times = (2 if config.models.sharing == "lora" else 3) + machine.checkpoint_activations
+    times = (2 if config.models.sharing == "lora" else 3) + config.models.gradient_checkpointing
     rows = config.ppo.ppo_epochs * batch.responses
     total = 0.0
     for role in (each for each in found if each.trained):

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ppo.adapters import activate, role_parameters, save_adapter
 from ppo.heads import causal_inputs, decoder, find_head, head_parameters, save_head
 from ppo.objective import Objective, kl_term
+from ppo.packing import pack, packed_states, padded_states
 from ppo_kernels import (
     LinearPPOLoss,
     categorical_kl,
@@ -77,6 +78,14 @@ class Policy(nn.Module):
         self.value_gradient = value_gradient
         activate(model, adapter)
         self.head, self.why_logits = find_head(model)
+        self.packed = False
+
+    def pack(self) -> str | None:
+        """Leave padding out from now on, or say why it stays."""
+        trunk = cast(PreTrainedModel, decoder(self.model))
+        why = "its logits are made in full" if self.head is None else pack(trunk)
+        self.packed = why is None
+        return why
 
     def forward(
         self,
@@ -146,11 +155,13 @@ class Policy(nn.Module):
     ) -> States:
         """Run the decoder, and where there is no linear head, the whole model."""
         activate(self.model, self.adapter)
-        inputs = causal_inputs(self.model, prompts, prompt_mask, responses, response_mask)
+        tokens = (prompts, prompt_mask, responses, response_mask)
         first, width = prompts.shape[1] - 1, responses.shape[1]
         if self.head is not None:
-            hidden = decoder(self.model)(**inputs).last_hidden_state[:, first:]
-            return States(hidden[:, :width], None, hidden if with_values else None)
+            run = packed_states if self.packed else padded_states
+            states = run(decoder(self.model), tokens)
+            return States(states[:, :width], None, states if with_values else None)
+        inputs = causal_inputs(self.model, *tokens)
         keep = torch.arange(first, first + width, device=prompts.device)
         output = self.model(**inputs, logits_to_keep=keep, output_hidden_states=with_values)
         hidden = output.hidden_states[-1][:, first:] if with_values else None

@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ppo.batch import Rollout, split
+from ppo.batch import Rollout, join, split
 from ppo.config import Config, InputError
 from ppo.data import EncodedPrompts
 from ppo.models import Models
@@ -96,12 +95,16 @@ def _ask_model(
     model, tokenizer = models.reward_model, models.reward_tokenizer
     assert model is not None
     assert tokenizer is not None
-    size = config.ppo.micro_batch_size
+    size, tokens = config.ppo.micro_batch_size, config.ppo.micro_batch_tokens
     if models.reward_shares_tokenizer:
-        parts = split(rollout, size)
-        return torch.cat(
-            [score_tokens(model, part.sequences, part.attention_mask) for _, part in parts]
+        return join(
+            [
+                (rows, score_tokens(model, part.sequences, part.attention_mask))
+                for rows, part in split(rollout, size, tokens)
+            ]
         )
+    if tokens is not None:
+        size = tokens // config.rollout.longest
     return score_texts(
         model,
         tokenizer,

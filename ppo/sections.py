@@ -22,6 +22,12 @@ class PPOConfig:
     micro_batch_size: int | None = setting(
         None, "sequences in one forward pass; null: a whole minibatch; saves memory", "[1, inf)"
     )
+    micro_batch_tokens: int | None = setting(
+        None,
+        "tokens in one forward pass, in place of micro_batch_size; padding that is not "
+        "packed away counts, and sequences go by length so that there is little of it",
+        "[1, inf)",
+    )
     gamma: float = setting(1.0, "discount gamma of later rewards, per token", "[0, 1]")
     gae_lambda: float = setting(
         0.95, "lambda of GAE; 1 is Monte Carlo, 0 one-step TD (Schulman et al. 2016)", "[0, 1]"
@@ -140,6 +146,11 @@ class RolloutConfig:
         """How many responses a step samples."""
         return self.batch_size * self.samples_per_prompt
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.max_prompt_tokens + self.max_new_tokens
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -176,6 +187,12 @@ class ModelsConfig:
     )
     value_gradient: bool = setting(
         False, "whether the value loss trains the trunk too, with sharing trunk"
+    )
+    packing: bool = setting(
+        False, "run actor, critic and reference without padding, all sequences in one row"
+    )
+    gradient_checkpointing: bool = setting(
+        False, "compute each layer again in the backward pass instead of keeping its activations"
     )
     lora_rank: int = setting(16, "r of each LoRA adapter (Hu et al. 2021)", "[1, inf)")
     lora_alpha: float = setting(32.0, "alpha: adapters count alpha/r times", "(0, inf)")

@@ -79,6 +79,7 @@ def ppo_step(trainer: Trainer, prompts: EncodedPrompts) -> tuple[dict[str, float
             train_actor=trainer.train_actor,
             extras=trainer.extras(kl_coef),
             skip_bad_steps=config.skip_bad_steps,
+            packed=config.models.packing,
         )
     )
     clock.append(time.perf_counter())

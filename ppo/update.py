@@ -67,6 +67,7 @@ def update(
     train_actor: bool = True,
     extras: Extras | None = None,
     skip_bad_steps: bool = False,
+    packed: bool = False,
 ) -> Iterator[UpdateStats]:
     """Take `ppo_epochs` x `num_minibatches` optimiser steps, yielding the figures of each.
 
@@ -88,13 +89,15 @@ def update(
                         actor if train_actor else None,
                         critic,
                         micro,
-                        weights[rows],
+                        weights[rows.to(weights.device), : micro.responses.shape[1]],
                         ppo,
                         extras,
                         accelerator,
                         how,
                     )
-                    for rows, micro in split(minibatch, ppo.micro_batch_size)
+                    for rows, micro in split(
+                        minibatch, ppo.micro_batch_size, ppo.micro_batch_tokens, packed=packed
+                    )
                 ]
             )
             if _too_far(losses.policy, ppo.target_kl):

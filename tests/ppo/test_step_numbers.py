@@ -74,9 +74,10 @@ def rollout() -> Rollout:
     return Rollout(prompts, prompts != 0, responses, mask, torch.tensor(FINISHED))
 
 
-def by_first_token(model: object, sequences: Tensor, mask: Tensor) -> Tensor:
-    scores = {row[0]: score for row, score in zip(RESPONSES, SCORES, strict=True)}
-    return torch.tensor([scores[token] for token in sequences[:, 3].tolist()])
+def by_response(model: object, sequences: Tensor, mask: Tensor) -> Tensor:
+    rows = [row[keep].tolist() for row, keep in zip(sequences, mask, strict=True)]
+    known = list(zip(RESPONSES, SCORES, strict=True))
+    return torch.tensor([next(s for r, s in known if row[-len(r) :] == r) for row in rows])
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def trainer(
     torch.manual_seed(5)
     ref = save(LlamaForCausalLM(llama_config()), "ref")
     monkeypatch.setattr("ppo.trainer.generate", lambda *_: rollout())
-    monkeypatch.setattr("ppo.scoring.score_tokens", by_first_token)
+    monkeypatch.setattr("ppo.scoring.score_tokens", by_response)
 
     def make(**changes: Any) -> Trainer:
         settings = {

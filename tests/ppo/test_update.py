@@ -58,19 +58,22 @@ def run(
     ppo: PPOConfig,
     *,
     by_logits: bool = False,
+    packed: bool = False,
     skip_bad_steps: bool = False,
 ) -> list[UpdateStats]:
     optim = OptimConfig(actor_lr=1e-2, critic_lr=1e-2, max_grad_norm=0.5)
     policy = Policy(actor)
     if by_logits:
         policy.head = None
+    if packed:
+        assert policy.pack() is critic.pack() is None
     learners = [
         make_learner(model, list(model.parameters()), 1e-2, optim, 100)
         for model in (policy, critic)
     ]
     how = {"temperature": 1.0, "accelerator": Accelerator(), "impl": "torch"}
     generator = torch.Generator().manual_seed(0)
-    how |= {"skip_bad_steps": skip_bad_steps}
+    how |= {"skip_bad_steps": skip_bad_steps, "packed": packed}
     return list(update(*learners, batch, ppo, optim, generator=generator, **how))
 
 
@@ -94,7 +97,7 @@ def expected_losses(actor: nn.Module, critic: Critic, batch: Minibatch) -> tuple
         response = batch.responses[b][batch.response_mask[b]]
         ids = torch.cat([prompt, response])[None]
         log_p = actor(input_ids=ids).logits[0].log_softmax(-1)
-        values = critic(input_ids=ids)[0]
+        values = critic.head(critic.trunk(input_ids=ids).last_hidden_state)[0, :, 0]
         for t, token in enumerate(response):
             at = len(prompt) - 1 + t
             ratio = (log_p[at, token] - batch.old_logprobs[b, t]).exp()
