@@ -169,6 +169,13 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     return None
 
 
+def passed_over(checkpoint: Path) -> Iterator[str]:
+    """What is wrong with each checkpoint that is newer than this one, a line for each."""
+    for path in sorted(checkpoint.parent.glob("step-*")):
+        if path.name > checkpoint.name:
+            yield f"{path} was passed over: {damage(path)}"
+
+
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint; None: nothing."""
     try:

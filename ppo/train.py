@@ -13,7 +13,13 @@ from accelerate.utils import set_seed
 
 from ppo.advantages import estimate_advantages
 from ppo.batch import Minibatch
-from ppo.checkpoint import counters, load_checkpoint, random_state, save_checkpoint
+from ppo.checkpoint import (
+    counters,
+    load_checkpoint,
+    passed_over,
+    random_state,
+    save_checkpoint,
+)
 from ppo.config import Config, InputError, parse_args
 from ppo.data import EncodedPrompts, encode_prompts, prompt_batches, read_prompts
 from ppo.demo.build import build_demo
@@ -165,6 +171,8 @@ def train(config: Config) -> int:
             report.note(note)
         if checkpoint:
             report.note(f"goes on from {checkpoint}")
+            for note in passed_over(checkpoint):
+                report.note(note)
         try:
             if not checkpoint:
                 report.before(*evaluate(trainer, held_out))

@@ -124,6 +124,16 @@ def test_any_file_missing_cut_or_flipped_is_noticed(run: Path) -> None:
         assert damage(newest) is None
 
 
+def test_going_on_from_an_older_checkpoint_says_what_is_wrong_with_the_newer(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "step-00000002" / "state.json").unlink()
+    assert main(["--resume", str(run), "--steps", "2"]) == 0
+    shown = "".join(capsys.readouterr().out.split())
+    assert "step-00000001" in shown
+    assert "step-00000002waspassedover:state.jsonismissing" in shown
+
+
 def test_only_broken_checkpoints_are_an_error_that_says_so(run: Path) -> None:
     for folder in (run / "checkpoints").iterdir():
         (folder / "state.json").unlink()
