@@ -22,7 +22,12 @@ from ppo.sft_command import COMMAND as SFT
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     page
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("ppo*/*.md"))
+    for page in (
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *ROOT.glob("ppo*/*.md"),
+        *ROOT.glob("benchmarks/*.md"),
+    )
     if "egg-info" not in str(page)
 )
 FROM_TRL = ROOT / "docs" / "from_trl.md"
