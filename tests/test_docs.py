@@ -188,6 +188,17 @@ def test_the_port_parses_and_counts_as_trl_does(tmp_path: Path) -> None:
     assert config.optim.actor_lr == config.optim.critic_lr == 3e-6
 
 
+def test_every_test_that_known_faults_names_exists() -> None:
+    table = (ROOT / "docs" / "known_faults.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+)`", table))
+    files = (ROOT / "tests").rglob("test_*.py")
+    known = {
+        name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
+    }
+    assert len(named) > 30
+    assert named <= known
+
+
 SCALES = [
     (sharing, model, gpus, batch)
     for sharing in ("separate", "lora")
