@@ -72,8 +72,9 @@ def test_a_saved_critic_loads_with_the_same_values(kind: type, save: Save, tmp_p
         critic.head.bias += 0.5
     critic.save_pretrained(tmp_path / "again")
     again = load_critic(str(tmp_path / "again"), torch.float32)
-    ids = torch.tensor([[5, 6, 7]])
-    assert torch.equal(critic(input_ids=ids), again(input_ids=ids))
+    ids, mask = torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.bool)
+    tokens = (ids, mask, ids + 1, mask)
+    assert torch.equal(critic(*tokens), again(*tokens))
 
 
 def refused(config: Config, message: str) -> None:
